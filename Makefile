@@ -73,7 +73,7 @@ test-recipes: $(INSTALLED) ## install Lightning, transformers, Accelerate, torch
 mutants: $(INSTALLED) ## plant errors in copies of the library, one at a time: does a test notice? (MUTANTS, ALL)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS) $(if $(ALL),--all)
 
-parity: $(INSTALLED) ## native FSDP beside tagc, all combinations: the tables of docs/parity.md
+parity: $(INSTALLED) ## native FSDP beside tagc, all combinations, as tables (docs/parity.md)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m parity
 
 lint: $(INSTALLED) ## check style, format and types

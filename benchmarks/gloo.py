@@ -1,34 +1,48 @@
-"""Ranks of a benchmark on one machine: how they meet, and how they clip their shards."""
+"""Ranks of a benchmark on one machine: their processes, and what DDP and FSDP2 need there."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def join(rank: int, ranks: int, folder: str | os.PathLike[str], *, minutes: float) -> None:
-    """Make this process, with one thread, a rank of a gloo group whose ranks meet in ``folder``.
+def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, minutes: float = 30) -> list[Any]:
+    """What ``work(rank, *args)`` returns on each rank of a gloo group, in processes of one thread.
 
     Args:
         minutes: timeout of a collective, if some rank does not take part.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, folder, minutes, work, args), nprocs=ranks)
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def _rank(
+    rank: int, ranks: int, folder: str, minutes: float, work: Callable[..., Any], args: tuple
+) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     timeout = timedelta(minutes=minutes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(work(rank, *args)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def with_powersgd(model: nn.Module, *, rank: int, first: int) -> DistributedDataParallel:

@@ -14,25 +14,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
-import tagc
 from tagc.attach.fsdp2_collectives import CustomAllGather, CustomReduceScatter
 from tagc.collect import transport
 from tagc.handle import collectives
 
-from .machine import machine
-from .options import add_outputs
-from .rank import alone, sharded
-from .records import Record, append, markdown
+from .one_device import alone
+from .rank import sharded, wrap
+from .records import Record, add_outputs, machine, markdown, measured
 
 about = "the host's time of a step, with kernels that do nothing; needs no GPU"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "thrifty")
@@ -40,68 +37,53 @@ _LAYERS, _SETTLE = 32, 10
 _CPU = torch.device("cpu")
 
 
-class _Spent:
-    """Seconds spent in what tagc puts in place of FSDP's collectives."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def timing(self, original: Any) -> Any:
-        def call(*args: Any, **how: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(*args, **how)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return call
-
-
 def measure(policy: str, steps: int) -> Record:
     """Medians of some steps of one of 8 ranks, 33 units."""
     from triton.runtime.jit import JITFunction
 
     ops = importlib.import_module("tagc.triton_kernels.ops")
-    started, spent = 0, _Spent()
+    spent, started = 0.0, 0
+
+    def timing(original: Any) -> Any:
+        def call(*args: Any, **how: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter()
+            try:
+                return original(*args, **how)
+            finally:
+                spent += time.perf_counter() - start
+
+        return call
 
     def start_nothing(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         nonlocal started
         started += 1
 
-    # A mock's own `return_value` would take as long as what is measured.
-    def not_gloo(*_: Any) -> bool:
-        return False
-
-    def kernels(*_: Any) -> Any:
-        return ops
-
     with alone(8), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(transport, "_is_gloo", not_gloo))
-        stack.enter_context(mock.patch.object(JITFunction, "run", start_nothing))
-        stack.enter_context(mock.patch.object(collectives, "get_ops", kernels))
-        for kind in (CustomAllGather, CustomReduceScatter):
-            timed = spent.timing(kind.__call__)
-            stack.enter_context(mock.patch.object(kind, "__call__", timed))
+        # Functions: a mock's own `return_value` would take as long as what is measured.
+        for place, name, instead in (
+            (transport, "_is_gloo", lambda *_: False),
+            (JITFunction, "run", start_nothing),
+            (collectives, "get_ops", lambda *_: ops),
+            (CustomAllGather, "__call__", timing(CustomAllGather.__call__)),
+            (CustomReduceScatter, "__call__", timing(CustomReduceScatter.__call__)),
+        ):
+            stack.enter_context(mock.patch.object(place, name, instead))
         model = sharded(_CPU, layers=_LAYERS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such small units may send more when compressed
-            tagc.wrap(model, policy, hosts=1)
-        for reducer in tagc.compressor(model).reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
+        wrap(model, policy)
         batch = torch.randint(256, (1, 8))
         ours, shares = [], []
         for step in range(_SETTLE + steps):
             if step == _SETTLE:
                 started, ours, shares = 0, [], []
-            spent.seconds, start = 0.0, time.perf_counter()
+            spent, start = 0.0, time.perf_counter()
             model(batch).backward()
             model.zero_grad()
-            rest = time.perf_counter() - start - spent.seconds
-            ours.append(1e3 * spent.seconds)
-            shares.append(spent.seconds / rest)
+            rest = time.perf_counter() - start - spent
+            ours.append(1e3 * spent)
+            shares.append(spent / rest)
     low, _, high = statistics.quantiles(shares, n=4)
     return {
-        "policy": policy,
         "tagc_ms": round(statistics.median(ours), 1),
         "share": round(statistics.median(shares), 3),
         "quartiles": [round(low, 3), round(high, 3)],
@@ -125,18 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> list[Record]:
     """Measure the policies one after the other, on one thread."""
     if args.steps < 2:
-        print("--steps: quartiles need at least 2", file=sys.stderr)
-        return 2
+        raise ValueError("--steps: quartiles need at least 2")
     torch.set_num_threads(1)
-    facts = {"suite": "host"} | machine(_CPU)
-    records = []
-    for policy in args.policies:
-        records.append(facts | measure(policy, args.steps))
-        print(f"{policy}: {records[-1]}", file=sys.stderr, flush=True)
-        if args.json:
-            append(args.json, records[-1])
-    print(table(records))
-    return 0
+    runs = ((name, partial(measure, name, args.steps)) for name in args.policies)
+    return measured("policy", runs, {"suite": "host"} | machine(_CPU), args.json)

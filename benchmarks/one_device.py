@@ -1,14 +1,15 @@
-"""Ranks that share one device: collectives through its memory, instead of a network.
+"""Collectives on one device instead of a network, in place of those of ``torch.distributed``: for
+one rank alone, and for ranks that share the device.
 
 NCCL refuses ranks that share a GPU. If each says that it is a host of its own, messages go through
-sockets, and kernels that wait for other ranks take the GPU from them. Here a rank copies what it
-sends to memory that all ranks see, meets the others, and reads. So real ranks send real messages,
-and train to real losses; times say nothing of a network.
+sockets, and kernels that wait for other ranks take the GPU from them. :func:`through_memory` lets a
+rank copy what it sends to memory that all ranks see, meet the others, and read. So real ranks send
+real messages, and train to real losses; times say nothing of a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,10 +18,89 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tagc.collect import transport
+from tagc.handle import wrapper
 
 _PATIENCE = 300.0  # seconds
+_SUM = dist.ReduceOp.SUM
+
+
+@contextmanager
+def _replaced(made: Any) -> Iterator[None]:
+    """Let FSDP2 and tagc call the collectives of ``made``."""
+    names = {
+        "all_gather_single": made.all_gather, "all_gather_into_tensor": made.all_gather,
+        "reduce_scatter_single": made.reduce_scatter, "reduce_scatter_tensor": made.reduce_scatter,
+        "all_to_all_single": made.all_to_all, "all_to_all": made.all_to_all_rows,
+        "all_reduce": made.all_reduce,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for name in names.keys() & vars(dist).keys():
+            stack.enter_context(mock.patch.object(dist, name, names[name]))
+        for name in ("all_gather", "reduce_scatter"):
+            stack.enter_context(mock.patch.object(transport, name, getattr(made, name)))
+        yield
+
+
+class _Done:
+    """A collective whose results the current stream of its caller reads, after ``event``."""
+
+    def __init__(self, event: Any = None) -> None:
+        self.event = event
+
+    def wait(self, *args: Any) -> bool:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        return True
+
+
+class _Copies:
+    """Of rank 0, whose own data arrives where that of the others would."""
+
+    @staticmethod
+    def all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+        rows = output.view(dist.get_world_size(), -1)
+        rows.copy_(input.reshape(1, -1).expand_as(rows))
+        return _Done()
+
+    @staticmethod
+    def reduce_scatter(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+        output.view(-1).copy_(input.view(dist.get_world_size(), -1)[0])
+        return _Done()
+
+    @staticmethod
+    def all_to_all(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
+        output.copy_(input)
+        return _Done()
+
+    @staticmethod
+    def all_to_all_rows(output: list[Tensor], input: list[Tensor], *args: Any, **how: Any) -> _Done:
+        for received in output:
+            received.copy_(input[0])
+        return _Done()
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, *args: Any, **how: Any) -> _Done:
+        return _Done()
+
+
+@contextmanager
+def alone(ranks: int) -> Iterator[None]:
+    """Be rank 0 of ``ranks``, of which the others are copies of this one."""
+
+    def of_all(groups: Any, mine: Mapping[int, Any]) -> dict[int, Any]:
+        return dict.fromkeys(range(ranks), mine[0])
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        # What tagc.wrap refuses and asks the other ranks for good reasons.
+        asked = {"check_backends": lambda _: None, "gather_by_rank": of_all}
+        with _replaced(_Copies), mock.patch.multiple(wrapper, **asked):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Memory:
@@ -40,27 +120,15 @@ class Memory:
         self.meeting = mp.get_context("spawn").Barrier(ranks)
 
 
-class _Read:
-    """A collective whose results the current stream of its caller reads from memory."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def wait(self, *args: Any) -> bool:
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-        return True
-
-
-class _Collectives:
-    """One rank's, in place of those of ``torch.distributed``."""
+class _Meetings:
+    """Of one rank, through memory."""
 
     def __init__(self, memory: Memory, rank: int, device: torch.device) -> None:
         self._messages, self._meeting = memory.messages, memory.meeting
         self._rank, self._ranks = rank, memory.messages.shape[1]
         self._cuda = device.type == "cuda"
         self._turn = 0
-        self._last = _Read(None)
+        self._last = _Done()
 
     def _sent(self, mine: Tensor, group: Any) -> list[Tensor]:
         """Each rank's message, flat, until this rank's next but one; this one's is ``mine``."""
@@ -83,57 +151,49 @@ class _Collectives:
     def _now(self) -> Any:
         return torch.cuda.current_stream().record_event() if self._cuda else None
 
-    def _done(self, async_op: bool) -> _Read | None:
-        self._last = _Read(self._now())
+    def _finished(self, async_op: bool) -> _Done | None:
+        self._last = _Done(self._now())
         return self._last if async_op else None
 
     def all_gather(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
-    ) -> _Read | None:
+    ) -> _Done | None:
         for row, sent in zip(output.view(self._ranks, -1), self._sent(input, group), strict=True):
             row.copy_(sent)
-        return self._done(async_op)
+        return self._finished(async_op)
 
     def reduce_scatter(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
+        self, output: Tensor, input: Tensor, op: Any = _SUM, group: Any = None,
         async_op: bool = False,
-    ) -> _Read | None:
+    ) -> _Done | None:  # fmt: skip
         mine = [sent.view(self._ranks, -1)[self._rank] for sent in self._sent(input, group)]
         output.view(-1).copy_(_reduced(mine, op))
-        return self._done(async_op)
+        return self._finished(async_op)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, *, group: Any = None, async_op: bool = False
-    ) -> _Read | None:
+    ) -> _Done | None:
         for row, sent in zip(output.view(self._ranks, -1), self._sent(input, group), strict=True):
             row.copy_(sent.view(self._ranks, -1)[self._rank])
-        return self._done(async_op)
+        return self._finished(async_op)
+
+    def all_to_all_rows(self, *args: Any, **how: Any) -> None:
+        raise NotImplementedError("no policy here sends rows of their own sizes")
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> _Read | None:
+        self, tensor: Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
+    ) -> _Done | None:
         tensor.detach().copy_(_reduced(self._sent(tensor, group), op).view(tensor.shape))
-        return self._done(async_op)
+        return self._finished(async_op)
 
 
 def _reduced(rows: list[Tensor], op: Any) -> Tensor:
-    stacked = torch.stack(rows)
+    ops = dist.ReduceOp
     for known, reduce in (
-        (dist.ReduceOp.SUM, torch.sum),
-        (dist.ReduceOp.AVG, torch.mean),
-        (dist.ReduceOp.MAX, torch.amax),
-        (dist.ReduceOp.MIN, torch.amin),
-    ):
+        (ops.SUM, torch.sum), (ops.AVG, torch.mean), (ops.MAX, torch.amax), (ops.MIN, torch.amin),
+    ):  # fmt: skip
         if op == known:
-            return reduce(stacked, dim=0)
+            return reduce(torch.stack(rows), dim=0)
     raise ValueError(f"unknown reduction {op}")
 
 
@@ -141,22 +201,7 @@ def _reduced(rows: list[Tensor], op: Any) -> Tensor:
 def through_memory(memory: Memory, rank: int, device: torch.device) -> Iterator[None]:
     """Replace the collectives that FSDP2 and tagc call, whose tensors are on ``device``. The
     process group only has to pass objects."""
-    made = _Collectives(memory, rank, device)
-    names = {
-        "all_gather_single": made.all_gather, "all_gather_into_tensor": made.all_gather,
-        "reduce_scatter_single": made.reduce_scatter, "reduce_scatter_tensor": made.reduce_scatter,
-        "all_to_all_single": made.all_to_all, "all_reduce": made.all_reduce,
-    }  # fmt: skip
-    with ExitStack() as stack:
-        for name in names.keys() & vars(dist).keys():
-            stack.enter_context(mock.patch.object(dist, name, names[name]))
-        stack.enter_context(
-            mock.patch.multiple(
-                transport,
-                all_gather=made.all_gather,
-                reduce_scatter=made.reduce_scatter,
-                # The group's backend is gloo, but tagc's path is that of other backends.
-                _is_gloo=lambda *_: False,
-            )
-        )
+    # The group's backend is gloo, but tagc's path is that of other backends.
+    not_gloo = mock.patch.object(transport, "_is_gloo", return_value=False)
+    with _replaced(_Meetings(memory, rank, device)), not_gloo:
         yield

@@ -9,85 +9,63 @@ would arrive. So losses say nothing, and the time of a step is that of all excep
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tagc
-from tagc.collect import transport
-from tagc.handle import wrapper
 
-from .machine import machine
-from .options import add_outputs
-from .records import Record, append, markdown
+from .one_device import alone
+from .records import Record, add_outputs, machine, markdown, measured
 
 about = "one rank's steps of a large model on one device, without the network"
 
 DENSE = "FSDP2"
-_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "packed-20", "thrifty")
+_POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
 
-class Attention(nn.Module):
-    """Causal attention, named as policies expect."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """A gated one."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
-    """A layer of the model."""
+    """Causal attention and a gated MLP, named as policies expect."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
+        sizes = {
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+        self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.self_attn, self.mlp = Attention(width, heads), MLP(width, inner)
+        self.self_attn = nn.ModuleDict(
+            {f"{name}_proj": nn.Linear(width, width, bias=False) for name in "qkvo"}
+        )
+        self.mlp = nn.ModuleDict(
+            {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        attn, mlp, y = self.self_attn, self.mlp, self.norm1(x)
+        q, k, v = (
+            attn[f"{name}_proj"](y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name in "qkv"
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attn["o_proj"](mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
 
 
 class Net(nn.Module):
@@ -109,71 +87,6 @@ class Net(nn.Module):
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
 
 
-class _Done:
-    """A collective that is over."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
-
-
-def _all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    rows = output.view(dist.get_world_size(), -1)
-    rows.copy_(input.reshape(1, -1).expand_as(rows))
-    return _Done()
-
-
-def _reduce_scatter(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    output.view(-1).copy_(input.view(dist.get_world_size(), -1)[dist.get_rank()])
-    return _Done()
-
-
-def _all_to_all(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-    output.copy_(input)
-    return _Done()
-
-
-def _all_to_all_rows(output: list[Tensor], input: list[Tensor], *args: Any, **how: Any) -> _Done:
-    for received in output:
-        received.copy_(input[dist.get_rank()])
-    return _Done()
-
-
-def _all_reduce(tensor: Tensor, *args: Any, **how: Any) -> _Done:
-    return _Done()
-
-
-@contextmanager
-def alone(ranks: int) -> Iterator[None]:
-    """Be rank 0 of ``ranks``, of which the others are copies of this one."""
-    names = {
-        "all_gather_single": _all_gather, "all_gather_into_tensor": _all_gather,
-        "reduce_scatter_single": _reduce_scatter, "reduce_scatter_tensor": _reduce_scatter,
-        "all_to_all_single": _all_to_all, "all_to_all": _all_to_all_rows,
-        "all_reduce": _all_reduce,
-    }  # fmt: skip
-
-    def of_all(groups: Any, mine: Mapping[int, Any]) -> dict[int, Any]:
-        return dict.fromkeys(range(ranks), mine[0])
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        with ExitStack() as stack:
-            for name in names.keys() & vars(dist).keys():
-                stack.enter_context(mock.patch.object(dist, name, names[name]))
-            stack.enter_context(
-                mock.patch.multiple(
-                    transport, all_gather=_all_gather, reduce_scatter=_reduce_scatter
-                )
-            )
-            # What tagc.wrap refuses and asks the other ranks for good reasons.
-            stack.enter_context(
-                mock.patch.multiple(wrapper, check_backends=lambda _: None, gather_by_rank=of_all)
-            )
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Module:
     """The model, in bfloat16 with shards in float32; each rank has its own only. On a CPU it is
     tiny, with ``layers``."""
@@ -193,24 +106,25 @@ def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Modu
     return model
 
 
-def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
-    """Medians of a few steps, after ``settle`` others.
+def wrap(model: nn.Module, policy: str) -> None:
+    """Wrap the model with a policy, past its warm-up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a tiny model's units may send more when compressed
+        tagc.wrap(model, policy, hosts=1)
+    for reducer in tagc.compressor(model).reducers:
+        reducer.counters.steps = reducer.plan.warmup_steps
 
-    Args:
-        policy: of tagc, or :data:`DENSE`.
-        tokens: of the rank's batch, a single sequence.
-    """
+
+def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
+    """Medians of a few steps, after ``settle`` others, with a sequence of ``tokens``; ``policy`` is
+    one of tagc, or :data:`DENSE`."""
     cuda = device.type == "cuda"
     model = sharded(device, width)
-    found: Record = {"policy": policy}
+    found: Record = {}
     if policy != DENSE:
         start = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a tiny model's units may send more when compressed
-            tagc.wrap(model, policy, hosts=1)
+        wrap(model, policy)
         found["wrap_s"] = round(time.perf_counter() - start, 1)
-        for reducer in tagc.compressor(model).reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = torch.randint(256, (1, tokens), device=device)
 
@@ -233,10 +147,11 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    before = _sent(model, policy)
+    before = 0 if policy == DENSE else tagc.compressor(model).metrics().wire_bytes
     times = [step() for _ in range(_TIMED)]
     if policy != DENSE:
-        found["gradients_gib"] = round((_sent(model, policy) - before) / _TIMED / 2**30, 2)
+        sent = tagc.compressor(model).metrics().wire_bytes - before
+        found["gradients_gib"] = round(sent / _TIMED / 2**30, 2)
     done, started = (1e3 * statistics.median(part) for part in zip(*times, strict=True))
     found |= {"step_ms": round(done, 1), "host_ms": round(started, 1)}
     if cuda:
@@ -245,17 +160,14 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
     return found
 
 
-def _sent(model: nn.Module, policy: str) -> int:
-    """Bytes of gradients so far."""
-    return 0 if policy == DENSE else tagc.compressor(model).metrics().wire_bytes
-
-
 def _kernels(step: Any) -> Record:
     """What a step starts on a GPU: all of it, and tagc's kernels, by name."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
     seen = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
-    names = _names()
+    folder = files("tagc.triton_kernels").iterdir()
+    sources = [f.read_text() for f in folder if f.name.endswith(".py")]
+    names = re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE)
     ours = [e for e in seen if e.key in names]
     ours.sort(key=lambda e: -e.self_device_time_total)
     return {
@@ -266,74 +178,48 @@ def _kernels(step: Any) -> Record:
     }
 
 
-def _names() -> set[str]:
-    """Of tagc's kernels."""
-    folder = files("tagc.triton_kernels")
-    sources = [f.read_text() for f in folder.iterdir() if f.name.endswith(".py")]
-    return set(re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE))
-
-
 def table(records: Sequence[Record]) -> str:
     """A row for each run, and below it what the kernels of each take."""
     keys = ["policy", "step_ms", "to dense", "host_ms", "started", "tagc_started", "tagc_ms",
             "peak_gib", "gradients_gib", "wrap_s"]  # fmt: skip
     dense = next((r["step_ms"] for r in records if r["policy"] == DENSE), None)
-    rows = [
-        r | ({"to dense": f"{r['step_ms'] / dense:.3f}"} if dense and "step_ms" in r else {})
-        for r in records
-    ]
-    lines = [markdown(keys, ([r.get(key, "-") for key in keys] for r in rows)), ""]
+    rows, notes = [], []
     for r in records:
+        ratio = {"to dense": f"{r['step_ms'] / dense:.3f}"} if dense and "step_ms" in r else {}
+        rows.append([(r | ratio).get(key, "-") for key in keys])
         if r.get("kernels"):
             parts = (f"{k} x{n} {ms} ms" for k, (n, ms) in r["kernels"].items())
-            lines.append(f"- {r['policy']}: {', '.join(parts)}")
+            notes.append(f"- {r['policy']}: {', '.join(parts)}")
         if "failed" in r:
-            lines.append(f"- {r['policy']} failed: {r['failed']}")
-    return "\n".join(lines)
+            notes.append(f"- {r['policy']} failed: {r['failed']}")
+    return "\n".join([markdown(keys, rows), "", *notes])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model"
-    )
-    parser.add_argument("--ranks", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
-    parser.add_argument(
-        "--width",
-        type=int,
-        default=4096,
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
+    add("--ranks", type=int, default=8, help="default: %(default)s")
+    add("--tokens", type=int, default=4096, help="default: %(default)s")
+    add("--width", type=int, default=4096,
         help="of the model on a GPU, a multiple of 128; small ones show the host's time; "
         "default: %(default)s",
-    )
-    parser.add_argument("--settle", type=int, default=8, help="steps before; default: %(default)s")
-    parser.add_argument(
-        "--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s"
-    )
+    )  # fmt: skip
+    add("--settle", type=int, default=8, help="steps before; default: %(default)s")
+    add("--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s")
     add_outputs(parser, plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """A run without tagc first and last, the policies between them; 0 if none failed."""
+def run(args: argparse.Namespace) -> list[Record]:
+    """A run without tagc first and last, the policies between them."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here; --device cpu rehearses the runs", file=sys.stderr)
-        return 2
+        raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
-    facts |= machine(device)
-    records: list[Record] = []
-    for policy in (DENSE, *args.policies, DENSE):
-        try:
-            with alone(args.ranks):
-                found = train(policy, device, args.tokens, args.settle, args.width)
-        except Exception as error:  # the others are tried all the same
-            found = {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        records.append(facts | found)
-        print(f"{policy}: {found}", file=sys.stderr, flush=True)
-        if args.json:
-            append(args.json, records[-1])
-    print(table(records))
-    return int(any("failed" in r for r in records))
+
+    def run_of(policy: str) -> Record:
+        with alone(args.ranks):
+            return train(policy, device, args.tokens, args.settle, args.width)
+
+    runs = ((name, partial(run_of, name)) for name in (DENSE, *args.policies, DENSE))
+    return measured("policy", runs, facts | machine(device), args.json)

@@ -1,10 +1,10 @@
 """The suites and the command line that runs them: ``python -m benchmarks SUITE [options]``.
 
-A suite is a module with ``about`` (one line of help), ``add_arguments(parser)`` and
-``run(args) -> int``, the exit status. It appends its records to ``--json``, prints a table on
-stdout and progress on stderr, and writes plots to ``--plots``. ``report`` draws its records again
-with its ``table(records) -> str`` (Markdown) and, if it has plots, ``plots(records, folder) ->
-list[Path]``. Its records have its name as ``suite``.
+A suite is a module with ``about`` (one line of help), ``add_arguments(parser)``, ``run(args)``,
+``table(records) -> str`` (Markdown) and perhaps ``plots(records, folder) -> list[Path]``. ``run``
+appends its records to ``--json``, prints progress on stderr, and returns the records, which are
+printed and drawn, or an exit status. They have the suite's name as ``suite``, by which ``report``
+prints and draws them again; one that has ``failed`` makes the status 1.
 """
 
 from __future__ import annotations
@@ -14,29 +14,34 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from tagc.basics.plots import PlotsUnavailableError, pyplot
+
+from .records import Record, read
 
 # name -> module; imported only when requested.
 SUITES = {
     "kernels": ".kernels",
     "quality": ".quality",
-    "network": ".network",
-    "aggregate": ".network.aggregate",
-    "dimensions": ".dimensions",
+    "network": ".network.suite",
+    "aggregate": ".aggregate",
+    "dimensions": ".dimensions.training",
     "rank": ".rank",
     "host": ".host",
-    "soak": ".soak",
     "structure": ".structure",
-    "report": ".report",
+    "report": ".suites",
 }
 _DEFAULT = "kernels"
+
+about = "tables and plots from the records of earlier runs"
 
 
 def available() -> list[str]:
     """The suites available here: an installed package leaves out those that need the repository."""
-    return [name for name in SUITES if importlib.util.find_spec(SUITES[name], __package__)]
+    found = {name: f".{module.split('.')[1]}" for name, module in SUITES.items()}
+    return [name for name in SUITES if importlib.util.find_spec(found[name], __package__)]
 
 
 def load(name: str) -> ModuleType:
@@ -63,14 +68,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "plots", None):
             pyplot()  # before hours of work, not after
-        return suite.run(args)
-    except PlotsUnavailableError as error:
-        print(error, file=sys.stderr)
+        done = suite.run(args)
+        if isinstance(done, int):
+            return done
+        if done:
+            _show(suite, done, getattr(args, "plots", None))
+        return int(not done or any("failed" in record for record in done))
+    except (PlotsUnavailableError, ValueError) as error:
+        print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2
+
+
+def _show(suite: ModuleType, records: Sequence[Record], plots: Path | None) -> None:
+    print(suite.table(records) + "\n")
+    if plots and hasattr(suite, "plots"):
+        for file in suite.plots(records, plots):
+            print(f"wrote {file}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``report``."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE.jsonl",
+        help="records, such as those in benchmarks/results",
+    )  # fmt: skip
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``report``: the table of every suite in the files; 1 if there was nothing to print."""
+    try:
+        records = read(args.files)
+    except OSError as error:
+        raise ValueError(error) from error
+    drawn = 0
+    for name in dict.fromkeys(r.get("suite") for r in records):
+        suite = load(name) if name in SUITES else None
+        if suite is None or not hasattr(suite, "table"):
+            print(f"no suite draws the records of {name!r}", file=sys.stderr)
+            continue
+        _show(suite, [r for r in records if r.get("suite") == name], args.plots)
+        drawn += 1
+    return 0 if drawn else 1
 
 
 def _usage() -> str:
     lines = ["usage: python -m benchmarks SUITE [options]", "", "suites:"]
-    lines += [f"  {name:9} {load(name).about}" for name in available()]
+    lines += [f"  {name:10} {load(name).about}" for name in available()]
     lines += ["", "python -m benchmarks SUITE --help lists the options of a suite."]
     return "\n".join(lines)

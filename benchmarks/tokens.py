@@ -1,4 +1,5 @@
-"""Text in byte pairs, made once and kept in a file, for models larger than bytes or words suit.
+"""Text in words, and in byte pairs: those are made once and kept in a file, for models larger than
+bytes or words suit.
 
     python -m benchmarks.tokens runs/text/tokens.npz /usr/share/man/man? /usr/share/perl
 
@@ -12,18 +13,25 @@ import argparse
 import gzip
 import importlib
 import random
+import re
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from examples.text import Corpus
 
 TEXT = {".py", ".pm", ".pl", ".pod", ".rst", ".txt", ".md", ".html", ".gz"}
 BLOCK = 4096  # tokens
+# Names and numbers, runs of white space, and any other character by itself.
+_TOKEN = re.compile(rb"\w+|\s+|.", re.DOTALL)
+RARE = 0
+"""The token of all words that are not among the most frequent."""
 
 
 def load(file: Path) -> Corpus:
@@ -52,7 +60,29 @@ def texts(folders: Iterable[Path], most: int) -> list[str]:
     return [raw.decode(errors="ignore") for raw in found]
 
 
+def in_words(corpus: Corpus, vocabulary: int) -> Corpus:
+    """The same bytes in words: the most frequent of the part that is trained on, and ``RARE``. An
+    embedding then has many rows, most of which no token of a step touches."""
+    train, validation = (_split(part) for part in (corpus.train, corpus.validation))
+    frequent = Counter(train).most_common(vocabulary - 1)
+    numbers = {word: i for i, (word, _) in enumerate(frequent, RARE + 1)}
+    return Corpus(
+        source=f"{corpus.source}, in words",
+        train=_numbered(train, numbers),
+        validation=_numbered(validation, numbers),
+    )
+
+
+def _split(text: Tensor) -> list[bytes]:
+    return _TOKEN.findall(text.numpy().tobytes())
+
+
+def _numbered(words: Sequence[bytes], numbers: dict[bytes, int]) -> Tensor:
+    return torch.tensor([numbers.get(word, RARE) for word in words], dtype=torch.int32)
+
+
 def main() -> int:
+    """Make a file of byte pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", type=Path, nargs="+")

@@ -39,9 +39,3 @@ def test_times_on_links_follow_from_the_bytes() -> None:
         ["the same, bf16", "", "", "2.50 MB", "2.00×", "", "120 ms", "300 ms"],
         ["small", "2.0200", "+1.00%", "1.00 MB", "5.00×", "100 ms", "108 ms", "180 ms"],
     ]
-
-
-def test_times_that_were_measured_on_a_link_are_not_predicted_again() -> None:
-    found = cells("100mbit")
-    assert found[0] == [*FIRST, "step, 100mbit"]
-    assert [row[5] for row in found[1:]] == ["100 ms", "100 ms"]

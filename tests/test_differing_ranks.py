@@ -41,10 +41,6 @@ def wrap_misspelt() -> None:
         del os.environ["TAGC_POLICY"]
 
 
-def wrap_other_width() -> None:
-    tagc.wrap(sharded(width=11), MLP_ONLY)
-
-
 def wrap_fewer_units() -> None:
     model: Any = fully_shard(Net())
     tagc.wrap(model, MLP_ONLY)
@@ -52,10 +48,6 @@ def wrap_fewer_units() -> None:
 
 def wrap_frozen() -> None:
     tagc.wrap(sharded().requires_grad_(False), MLP_ONLY)
-
-
-def wrap_twice() -> None:
-    tagc.wrap(tagc.wrap(sharded(), MLP_ONLY), MLP_ONLY)
 
 
 def wrap_once_and_train() -> None:
@@ -72,7 +64,6 @@ def wrap_and_train_misspelt_ops() -> None:
     ("odd_one_out", "what"),
     [
         (wrap_other_density, "policy"),
-        (wrap_other_width, "plan"),
         (wrap_fewer_units, "plan"),
     ],
 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import warnings
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -157,63 +155,6 @@ def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int
     for run in resumed:
         equal(local_weights(run.model), local_weights(first.model))
         assert run.optimizer.seen == first.optimizer.seen[5:]
-
-
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_run_that_clips_only_resumes_to_the_bit(rank: int, world_size: int) -> None:
-    def train(run: Run, steps: range) -> None:
-        for step in steps:
-            loss_of(run.model, rank, step).backward()
-            run.compressor.clip_grad_norm_(0.05)
-            run.optimizer.seen.append([])
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    first = Run(BIT)
-    train(first, range(3))
-    second = Run(BIT)
-    with pytest.warns(UserWarning, match=ASKS):
-        second.compressor.load_state_dict(first.compressor.state_dict())
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    for run in (first, second):
-        train(run, range(3, 6))
-    equal(local_weights(second.model), local_weights(first.model))
-
-
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_run_may_begin_to_measure(rank: int, world_size: int) -> None:
-    """What it loads has no noise, and none is left of what it measured before."""
-    silent = Run(BIT)
-    silent.train(rank, range(1))
-    state = silent.compressor.state_dict()
-    run = Run(BIT)
-    run.compressor.keep_rates(run.optimizer)
-    run.train(rank, range(2))
-    run.compressor.load_state_dict(state)
-    gauges = [r.gauge for r in run.compressor.reducers if r.gauge is not None]
-    assert gauges
-    assert not any(bool(gauge.sums.any()) or int(gauge.agreed_at) for gauge in gauges)
-
-
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_switched_off_measured_noise_is_loaded_and_saved_again(rank: int, world_size: int) -> None:
-    run = Run(BIT)
-    run.compressor.keep_rates(run.optimizer)
-    run.train(rank, range(2))
-    state = run.compressor.state_dict()
-    with (
-        mock.patch.dict(os.environ, {"TAGC_DISABLE": "1"}),
-        pytest.warns(UserWarning, match="compresses nothing"),
-    ):
-        off = Run(BIT)
-    off.compressor.keep_rates(off.optimizer)
-    off.compressor.load_state_dict(state)
-    off.train(rank, range(1))
-    equal(off.compressor.state_dict(), state)
 
 
 @on_ranks(2)

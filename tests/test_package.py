@@ -21,7 +21,7 @@ PROBE = """
 import json
 import tagc, tagc.commands.cli, tagc.codecs.sketch, tagc.ops.cpu, tagc.ops.reference
 import tagc.policies, tagc.triton_kernels
-import tagc.benchmarks.suites, tagc.benchmarks.rank, tagc.benchmarks.kernels.ops.encode
+import tagc.benchmarks.suites, tagc.benchmarks.rank, tagc.benchmarks.kernels.operators
 print(json.dumps({
     "files": [
         m.__file__

@@ -37,7 +37,8 @@ def policy_of(codec: dict[str, Any], **feedback: Any) -> dict[str, Any]:
 
 
 POLICY = policy_of({"kind": "quantized", "bits": 4, "block": 32})
-SELECTING = policy_of({"kind": "packed", "density": 0.3}, lead=0.65)
+LEADING = policy_of({"kind": "matrix", "group": 8}, lead=0.65)
+SELECTING = policy_of({"kind": "sketch", "density": 0.3})
 
 
 class Standin(ModuleType):
@@ -142,7 +143,7 @@ def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -
     ("operator", "policy", "said"),
     [
         ("dequantize", POLICY, ("dequantize(out float32", "elements of 'out' differ")),
-        ("undo_lag", SELECTING, ("undo_lag(decoded float32", "elements of 'out' differ")),
+        ("undo_lag", LEADING, ("undo_lag(decoded float32", "elements of 'out' differ")),
         ("steer", SELECTING, ("steer(target float32", "elements of 'state' differ")),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,6 +17,7 @@ import tagc
 from support import fsdp1_net, small_net
 from support.distributed import on_ranks
 from support.failing import fails
+from support.launching import sketch_of
 from support.marks import covering, slow
 from support.mlp_net import MLP_ONLY, Net, backward, sharded
 from support.units import normal, reduce, unit_plan, unit_reducer
@@ -92,17 +92,6 @@ def test_the_remedy_for_parameters_unfrozen_later(rank: int, world_size: int) ->
     backward(model)
 
 
-@on_ranks(2, 3)
-def test_the_remedy_for_unused_parameters(rank: int, world_size: int) -> None:
-    model: Any = fully_shard(Net())
-    model.set_reduce_scatter_unused_params(True)
-    tagc.wrap(model, MLP_ONLY)
-    backward(model)
-    grad = model.unused.weight.grad.to_local()
-    torch.testing.assert_close(grad, torch.zeros_like(grad))
-    assert model.layers[0].up_proj.weight.grad.to_local().any()
-
-
 @on_ranks(2)
 def test_units_left_dense_may_have_unused_parameters(rank: int, world_size: int) -> None:
     """FSDP itself reduces what gradients there are, and so must a unit with nothing compressed."""
@@ -161,7 +150,7 @@ def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int
                 finite = out[other.start : other.stop].isfinite()
                 assert finite.all() != (hit and other is segment)
             assert all(r.isfinite().all() for r in reducer.residuals.values())
-            assert reducer.coder.codecs["sketch"].controllers[0].threshold.isfinite().all()
+            assert sketch_of(reducer).threshold.isfinite().all()
         reducer = unit_reducer(plan, ops)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,16 +35,50 @@ def refusal(model: nn.Module, policy: Any = MLP_ONLY) -> tuple[str, str]:
 # At wrap time, on each rank for itself
 
 
-@on_ranks(2)
-def test_not_sharded(rank: int, world_size: int) -> None:
-    kind, said = refusal(Net())
-    assert kind == "ValueError"
-    assert "Net is not sharded: call torch.distributed.fsdp.fully_shard" in said
+def of_replicate() -> nn.Module:
+    return nn.Sequential(replicate(nn.Linear(9, 9)))
 
-    kind, said = refusal(nn.Sequential(replicate(nn.Linear(9, 9))))
-    assert kind == "ValueError"
-    assert "'0' is data parallel by replicate(), whose hooks tagc cannot reach" in said
-    assert "use torch.nn.parallel.DistributedDataParallel" in said
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, tuple[str, ...]]] = {
+    "not sharded": (
+        Net,
+        MLP_ONLY,
+        "ValueError",
+        ("Net is not sharded: call torch.distributed.fsdp.fully_shard",),
+    ),
+    "replicate with hooks": (
+        of_replicate,
+        MLP_ONLY,
+        "ValueError",
+        (
+            "'0' is data parallel by replicate(), whose hooks tagc cannot reach",
+            "use torch.nn.parallel.DistributedDataParallel",
+        ),
+    ),
+    "misspelt policy": (sharded, "atn-only", "PolicyError", ("did you mean 'attn-only'?",)),
+    "misspelt key": (
+        sharded,
+        changed(codec={"kind": "sketch", "densty": 0.1}),
+        "PolicyError",
+        ("did you mean 'density'?",),
+    ),
+    "nothing to compress": (
+        sharded,
+        changed(when={"name": "*.up_prj.*"}),
+        "PolicyError",
+        ("compresses nothing in this model", "layers.0.up_proj.weight"),
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_wrap_refuses(rank: int, world_size: int, case: str) -> None:
+    model, policy, expected, words = REFUSED[case]
+    kind, said = refusal(model(), policy)
+    assert kind == expected, said
+    for part in words:
+        assert part in said
 
 
 def test_stand_ins_for_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,50 +126,20 @@ def test_meshes_with_a_dimension_of_one_rank(
 @on_ranks(2)
 def test_wrapping_twice(rank: int, world_size: int) -> None:
     model = tagc.wrap(sharded(), MLP_ONLY)
-    kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY))
-    assert kind == "ValueError"
-    assert "already wrapped" in said
+    for other in (model, model.layers[0], nn.Sequential(model)):
+        kind, said = fails(lambda other=other: tagc.wrap(other, MLP_ONLY))
+        assert kind == "ValueError"
+        assert "already wrapped" in said
     assert ".remove()" in said
     backward(model)
     assert tagc.compressor(model).metrics().steps == 1
 
 
 @on_ranks(2)
-def test_misspelt(rank: int, world_size: int) -> None:
-    model = sharded()
-    for policy, hint in (
-        ("atn-only", "did you mean 'attn-only'?"),
-        ("no/such/file.yaml", "cannot be read"),
-        (changed(when={"role": "atention"}), "did you mean 'attention'?"),
-        (changed(when={"rol": "mlp"}), "did you mean 'role'?"),
-        (changed(codec={"kind": "sketsch", "density": 0.1}), "did you mean 'sketch'?"),
-        (changed(codec={"kind": "sketch", "densty": 0.1}), "did you mean 'density'?"),
-    ):
-        kind, said = refusal(model, policy)
-        assert kind == "PolicyError", said
-        assert hint in said
-    kind, said = fails(lambda: tagc.wrap(model, MLP_ONLY, ops="gpu"))
+def test_misspelt_ops(rank: int, world_size: int) -> None:
+    kind, said = fails(lambda: tagc.wrap(sharded(), MLP_ONLY, ops="gpu"))
     assert kind == "ValueError"
     assert "unknown implementation 'gpu'; choose from" in said
-
-
-@on_ranks(2)
-def test_compressing_nothing(rank: int, world_size: int) -> None:
-    # The default policy is for attention, the model has none; the built-in ones spare small ones.
-    for policy in ("attn-only", changed(when={"name": "*.up_prj.*"})):
-        kind, said = refusal(sharded(), policy)
-        assert kind == "PolicyError", said
-        assert "compresses nothing in this model" in said
-        assert "layers.0.up_proj.weight" in said
-    assert fails(lambda: tagc.wrap(sharded()))[0] == "PolicyError"
-    tagc.wrap(sharded(), "dense")
-
-
-@on_ranks(2)
-def test_a_rule_without_match_warns(rank: int, world_size: int) -> None:
-    rules = [changed(when={"name": "*.up_prj.*"})["gradients"][0], MLP_ONLY["gradients"][0]]
-    with pytest.warns(UserWarning, match=r"rule gradients\[0\] matches no parameter"):
-        tagc.wrap(sharded(), {"schema": 1, "gradients": rules})
 
 
 @on_ranks(2)
@@ -189,15 +194,6 @@ def test_wrapping_after_a_forward(rank: int, world_size: int) -> None:
     tagc.wrap(model, MLP_ONLY)
     backward(model)
     assert tagc.compressor(model).metrics().steps == 1
-
-
-@on_ranks(2)
-def test_wrapping_a_part_of_a_wrapped_model(rank: int, world_size: int) -> None:
-    model = tagc.wrap(sharded(), MLP_ONLY)
-    for other in (model.layers[0], nn.Sequential(model)):
-        kind, said = fails(lambda other=other: tagc.wrap(other, MLP_ONLY))
-        assert kind == "ValueError"
-        assert "already wrapped" in said
 
 
 @on_ranks(2)

@@ -135,12 +135,6 @@ def scale_of(half):
 
 
 @jit
-def code_of(word, lane, BITS: tl.constexpr):
-    """Code of a lane of an int32 word, as float32."""
-    return ((word << (32 - BITS - lane * BITS)) >> (32 - BITS)).to(tl.float32)
-
-
-@jit
 def codes_at(words, mask, LANE: tl.constexpr, BITS: tl.constexpr):
     """Codes of one lane of int32 words, as float32.
 

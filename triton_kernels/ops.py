@@ -14,22 +14,17 @@ from .jit import compiling_only
 from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
-from .pack import pack, select
 from .prepare import (
     prepare,
     prepare_blocks,
     prepare_lag,
     prepare_matrix,
-    prepare_packed,
     prepare_thresholds,
 )
 from .quantize import quantize
-from .read_index import read_index
 from .scratch import release
-from .sketch import decode, encode, insert, peel
+from .sketch import decode, encode, insert, peel, select
 from .thresholds import steer
-from .unpack import unpack
-from .write_index import write_index
 
 __all__ = [
     "compiling_only",
@@ -38,21 +33,16 @@ __all__ = [
     "dequantize_matrix",
     "encode",
     "insert",
-    "pack",
     "peel",
     "prepare",
     "prepare_blocks",
     "prepare_lag",
     "prepare_matrix",
-    "prepare_packed",
     "prepare_thresholds",
     "quantize",
     "quantize_matrix",
-    "read_index",
     "release",
     "select",
     "steer",
     "undo_lag",
-    "unpack",
-    "write_index",
 ]

@@ -6,7 +6,6 @@ import torch
 
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 
 
@@ -33,12 +32,6 @@ def prepare_matrix(
     layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`."""
-
-
-def prepare_packed(
-    layout: PackedLayout, gradient: torch.dtype, residual: torch.dtype | None
-) -> None:
-    """See :meth:`tagc.ops.packed.PackedOps.prepare_packed`."""
 
 
 def prepare_thresholds() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tagc.ops import ABOVE, KEPT, NONZERO
 from tagc.ops.sketch import SketchLayout
 
 from .device import on_device_of
@@ -25,7 +26,7 @@ from .keys import count_keys
 from .peel import peel_table
 from .scatter import insert_symbols
 from .scratch import buffer
-from .select import select
+from .select import select as select_groups
 from .table import table_of
 from .trim import cleared_histograms, put_off_of, trim
 from .union import unite
@@ -55,7 +56,7 @@ def encode(
     if in_one_pass(layout, residual):
         direct = Direct(cells=cells, step=step, levels=levels)
     histograms = cleared_histograms(grad, bitmap, layout) if trims else None
-    select(
+    select_groups(
         grad, residual, threshold, bitmap, poison, counts,
         lanes=lanes, capacity=capacity, support=support, direct=direct,
         put_off=None if histograms is None else put_off_of(histograms),
@@ -70,6 +71,26 @@ def encode(
             grad, residual, step, seed, index, cells, counts,
             layout=layout, levels=levels, capacity=capacity, counted=support is not None,
         )  # fmt: skip
+
+
+@on_device_of("x")
+def select(
+    x: Tensor,
+    threshold: Tensor,
+    bitmap: Tensor,
+    counts: Tensor,
+    *,
+    layout: SketchLayout,
+    capacity: int,
+) -> None:
+    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
+    lanes = layout.symbol.lanes
+    select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
+    trim(x, None, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+    if capacity < layout.groups:
+        torch.clamp(counts[:, ABOVE], max=capacity, out=counts[:, KEPT])
+    else:
+        counts[:, KEPT].copy_(counts[:, NONZERO])
 
 
 @on_device_of("cells")

@@ -74,15 +74,16 @@ class Experts(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
-        self.total, self.first = size.experts, 0
+        self.experts = nn.ModuleDict({str(i): FeedForward(size) for i in range(size.experts)})
+        self.total = size.experts
         self.group: dist.ProcessGroup | None = None
 
     def split(self, group: dist.ProcessGroup) -> None:
-        """Keep this rank's experts."""
-        each = self.total // group.size()
-        self.group, self.first = group, each * group.rank()
-        self.experts = nn.ModuleList(list(self.experts)[self.first : self.first + each])
+        """Keep this rank's experts, which keep their names."""
+        self.group, each = group, self.total // group.size()
+        for i in range(self.total):
+            if i // each != group.rank():
+                del self.experts[str(i)]
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -97,7 +98,7 @@ class Experts(nn.Module):
     def _through(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """``tokens``, sorted by expert, through their experts."""
         if self.group is None:
-            parts = zip(tokens.split(counts.tolist()), self.experts, strict=True)
+            parts = zip(tokens.split(counts.tolist()), self.experts.values(), strict=True)
             return torch.cat([expert(part) for part, expert in parts])
         ranks = self.group.size()
         theirs = torch.empty_like(counts)
@@ -109,7 +110,7 @@ class Experts(nn.Module):
         # From every rank, the tokens of every expert of this one.
         parts = arrived.split(by_rank.flatten().tolist())
         done: list[Any] = [None] * len(parts)
-        for i, expert in enumerate(self.experts):
+        for i, expert in enumerate(self.experts.values()):
             mine = parts[i :: len(self.experts)]
             done[i :: len(self.experts)] = expert(torch.cat(mine)).split([len(t) for t in mine])
         return all_to_all_single_autograd(torch.cat(done), sent, received, self.group)

@@ -1,10 +1,13 @@
-"""One rank of a training run that is split over several dimensions of a mesh."""
+"""``dimensions``: losses and step times with tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
+import argparse
+import math
+import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,12 +25,130 @@ import tagc
 from examples.text import load_corpus
 from tagc.attach.groups import bytes_by_dimension
 
-from ..records import Record
-from .model import Block, Experts, Net, Size, split_tensors
+from ..gloo import on_ranks
+from ..network.launch import Network, sent_bytes
+from ..quality.report import difference
+from ..records import Record, add_outputs, append, machine, markdown, read
+from .model import Block, Net, Size, split_tensors
+
+about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
+
+_LOSSES = "pp 2; tp 2; ep 2; pp 2, tp 2"
+_METHODS = "dense; 8 bits; 4 bits"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    add = parser.add_argument
+    add("--layouts", default=_LOSSES, help="ranks by dimension: 'pp 2, dp 2, tp 2; tp 2'")
+    add(
+        "--methods",
+        default=_METHODS,
+        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', 'all hard' (gradients "
+        "in half a bit, activations in 4), or a policy",
+    )
+    add("--seeds", type=int, default=3, help="pairs of each line")
+    add("--steps", type=int, default=600, help="of a run whose loss is measured")
+    add("--rate", help="measure steps on links of this rate instead of losses: 100mbit; needs root")
+    add("--timed", type=int, default=8, help="steps that are timed, with --rate")
+    add_outputs(parser, "runs/dimensions.jsonl")
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing."""
+    for job in _jobs(args):
+        link = {"link": args.rate} if args.rate else {}
+        about = {"suite": "dimensions"} | link | job.key
+        known = read([args.json]) if args.json.exists() else []
+        if any(about.items() <= record.items() for record in known):
+            continue
+        if args.rate:
+            with Network(job.ranks, rate=args.rate) as network:
+                record = network.on_ranks(train, 0, job)
+        else:
+            record = on_ranks(train, job.ranks, job)[0]
+        append(args.json, machine() | about | record)
+        found = f"{record['loss']:.4f}" if "loss" in record else f"{record['seconds']:.3f} s"
+        print(f"{job.key['layout']}, {job.method}, seed {job.seed}: {found}", file=sys.stderr)
+    return read([args.json])
+
+
+def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+    for seed in range(1 if args.rate else args.seeds):
+        for text in args.layouts.split(";"):
+            layout = {}
+            for part in text.split(","):
+                name, ranks = part.split()
+                layout[name] = int(ranks)
+            for method in args.methods.split(";"):
+                yield Job(
+                    layout=layout,
+                    method=method.strip(),
+                    steps=args.steps,
+                    seed=seed,
+                    size=Size(experts=4 if "ep" in layout else 0),
+                    timed=args.timed if args.rate else 0,
+                )
+
+
+def table(records: Sequence[Record]) -> str:
+    """The tables, as Markdown."""
+    losses = [r for r in records if "loss" in r]
+    timed = [r for r in records if "seconds" in r]
+    tables = ([_losses(losses)] if losses else []) + ([_times(timed)] if timed else [])
+    return "\n\n".join(tables)
+
+
+def _losses(records: Sequence[Record]) -> str:
+    found: dict[tuple[str, int, str], dict[int, float]] = {}
+    for r in records:
+        found.setdefault((r["layout"], r["steps"], r["method"]), {})[r["seed"]] = r["loss"]
+    rows = []
+    for (layout, steps, method), losses in found.items():
+        mean = sum(losses.values()) / len(losses)
+        beside: Mapping[int, float] = found.get((layout, steps, "dense"), {})
+        to = difference(losses, beside) if method != "dense" else None
+        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to or ""))
+    return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
+
+
+def _times(records: Sequence[Record]) -> str:
+    bf16 = {(r["layout"], r["link"]): r for r in records if r["method"] == "bf16"}
+    rows = []
+    for r in records:
+        row = [r["link"], r["layout"], r["method"], f"{r['seconds']:.3f}"]
+        beside = bf16.get((r["layout"], r["link"]))
+        row.append(f"{beside['seconds'] / r['seconds']:.2f}" if beside else "")
+        row.append(f"{r['interface_bytes'] / 1e6:.2f}")
+        row.append(f"{r['interface_bytes'] / beside['interface_bytes']:.3f}" if beside else "")
+        rows.append(row)
+    head = ["link", "layout", "activations", "s a step", "bf16's time to it", "MB a step"]
+    return markdown([*head, "to bf16"], rows)
+
 
 _BATCH = 32
 _MICRO_BATCHES = 4
 _WINDOWS = 2048
+
+
+def policy_of(method: str) -> Any:
+    """The policy of a method; None for torch's own groups."""
+    if method in ("dense", "bf16"):
+        return None
+    if method == "all hard":
+        hard = policy_of("4 bits")
+        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
+    bits, _, rest = method.partition(" ")
+    if rest not in ("bits", "bits, stochastic"):
+        return method
+    codec: dict[str, Any] = {"kind": "quantized", "bits": int(bits), "block": 64}
+    if rest.endswith("stochastic"):
+        codec["rounding"] = "stochastic"
+    return {
+        "schema": 1,
+        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
+        "dimensions": {name: {"codec": codec} for name in ("pp", "tp", "ep")},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +157,13 @@ class Job:
 
     Attributes:
         layout: ranks by dimension, the slowest first: ``pp``, ``dp``, ``ep``, ``tp``.
-        method: the policy's name for people; ``dense`` is torch's own, ``bf16`` the same with
-            stages that send each other bfloat16.
-        policy: a policy for ``tagc.init_device_mesh`` and ``tagc.wrap``; None is dense.
+        method: ``dense`` is torch's own, ``bf16`` the same with stages that send each other
+            bfloat16; see :func:`policy_of`.
         timed: steps that are timed, after as many to settle; no loss is measured then.
     """
 
     layout: Mapping[str, int]
     method: str
-    policy: Any = None
     steps: int = 600
     rate: float = 4.5e-3
     seed: int = 0
@@ -54,10 +173,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Of all dimensions."""
-        total = 1
-        for n in self.layout.values():
-            total *= n
-        return total
+        return math.prod(self.layout.values())
 
     @property
     def key(self) -> Record:
@@ -85,11 +201,12 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         self._job, self._corpus = job, load_corpus()
+        self._policy = policy_of(job.method)
         names, sizes = tuple(job.layout), tuple(job.layout.values())
         self.mesh: DeviceMesh = (
             native_mesh("cpu", sizes, mesh_dim_names=names)
-            if job.policy is None
-            else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=job.policy)
+            if self._policy is None
+            else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=self._policy)
         )
         torch.manual_seed(job.seed)
         self.net = Net(job.size)
@@ -108,7 +225,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
         )
-        if job.policy is not None and "dp" in names:
+        if self._policy is not None and "dp" in names:
             tagc.compressor(self.net).keep_rates(self.optimizer)
         self.steps = 0
 
@@ -117,23 +234,20 @@ class Trainer:
 
     def _shard(self, blocks: list[Block]) -> None:
         if "dp" not in self._job.layout:
-            if self._job.policy is not None:
+            if self._policy is not None:
                 tagc.compress_activations(self.net)
             return
         for block in blocks:
             fully_shard(block, mesh=self.mesh["dp"])
         fully_shard(self.net, mesh=self.mesh["dp"])
-        if self._job.policy is not None:
-            tagc.wrap(self.net, self._job.policy)
+        if self._policy is not None:
+            tagc.wrap(self.net, self._policy)
 
     def _make_pipeline(self) -> Any:
         stage, stages = self._place("pp"), self._job.layout["pp"]
-        module: nn.Module = self.net
-        if self._job.method == "bf16":
-            module = _InBfloat16(self.net)
-        made = PipelineStage(
-            module, stage, stages, torch.device("cpu"), group=self.mesh.get_group("pp")
-        )
+        module = _InBfloat16(self.net) if self._job.method == "bf16" else self.net
+        group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
+        made = PipelineStage(module, stage, stages, cpu, group=group)
         return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)
 
     def step(self) -> None:
@@ -143,12 +257,8 @@ class Trainer:
             group["lr"] = job.rate * (1 - self.steps / job.steps)
         parts = job.layout.get("dp", 1) * job.layout.get("ep", 1)
         part = self._place("dp") + self._place("ep")
-        tokens, targets = (
-            t.chunk(parts)[part]
-            for t in self._corpus.batch(
-                _BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0
-            )
-        )
+        batch = self._corpus.batch(_BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0)
+        tokens, targets = (t.chunk(parts)[part] for t in batch)
         if self._pipeline is None:
             _loss(self.net(tokens), targets).backward()
         elif self._place("pp") == 0:
@@ -165,25 +275,18 @@ class Trainer:
 
     def _average_over_experts(self) -> None:
         """Each rank has its own tokens, and every expert the tokens of all ranks."""
-        group = self._data
-        experts = {
-            id(p)
-            for m in self.net.modules()
-            if isinstance(m, Experts)
-            for p in m.experts.parameters()
-        }
-        for p in self.net.parameters():
+        for name, p in self.net.named_parameters():
             assert p.grad is not None
-            if id(p) not in experts:
-                dist.all_reduce(p.grad, group=group)
-            p.grad /= group.size()
+            if ".experts." not in name:
+                dist.all_reduce(p.grad, group=self._data)
+            p.grad /= self._data.size()
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters of the whole model, on all ranks, by name."""
-        mine: dict[str, Tensor] = {}
-        for name, p in self.net.named_parameters():
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            mine[_global(name, self.net)] = whole.detach().clone()
+        mine = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in self.net.named_parameters()
+        }
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return {name: t for rank in everyone for name, t in rank.items()}
@@ -207,21 +310,8 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def _global(name: str, net: Net) -> str:
-    """The name in the whole model: experts are counted over all ranks."""
-    before, found, after = name.partition(".mlp.experts.")
-    if not found:
-        return name
-    owner: Any = net.get_submodule(f"{before}.mlp")
-    number, _, rest = after.partition(".")
-    return f"{before}{found}{owner.first + int(number)}.{rest}"
-
-
-def train(job: Job, count: Any = None) -> Record:
-    """Train as one of the job's ranks.
-
-    Args:
-        count: returns the bytes that this rank's interface has sent; only with ``timed``.
+def train(rank: int, job: Job) -> Record:
+    """Train as one of the job's ranks; on hosts of a network, if the job is timed.
 
     Returns:
         ``loss``, or for a timed job ``seconds`` of a step and ``interface_bytes`` of the busiest
@@ -240,12 +330,12 @@ def train(job: Job, count: Any = None) -> Record:
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()
-    sent, began = count(), time.perf_counter()
+    before, began = sent_bytes(), time.perf_counter()
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()
     seconds = (time.perf_counter() - began) / job.timed
-    mine = torch.tensor([(count() - sent) / job.timed], dtype=torch.float64)
+    mine = torch.tensor([(sent_bytes() - before) / job.timed], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return {"seconds": seconds, "interface_bytes": mine.item(), **_sent(2 * job.timed)}
 

@@ -1,8 +1,8 @@
-"""``kernels``: operators of the codec beside a reference, two baselines and a plain copy.
+"""``kernels``: operators of the codecs beside a reference and a plain copy.
 
 Everything on one input, in one run, in turns: ours (numba on a CPU, Triton on CUDA), the eager
-reference, ``torch.topk`` with its positions, a row-hash sketch in the manner of LHC, and a clone of
-the gradient. The yardstick is a copy that moves as many bytes as the operator must.
+reference, and a clone of the gradient. The yardstick is a copy that moves as many bytes as the
+operator must.
 """
 
 from __future__ import annotations
@@ -12,127 +12,131 @@ import importlib
 import shlex
 import sys
 import time
-import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from ..machine import machine
-from ..options import add_outputs
-from ..records import Record, append
-from ..timing import clock_for
-from .measure import measure, said
-from .plots import plots
-from .selection import select
-from .table import table
+from ..figure import Curve, Panel, draw
+from ..records import Record, add_outputs, machine, markdown, measured
+from .measure import OURS, clock_for, measure
+from .operators import select
 
-__all__ = ["about", "add_arguments", "plots", "run", "table"]
-
-about = "speed of every operator beside its reference, baselines and a copy, on a CPU or a GPU"
+about = "speed of every operator beside its reference and a copy, on a CPU or a GPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="few and small cases, about a minute")
-    which.add_argument("--full", action="store_true", help="the whole product of all axes: hours")
-    parser.add_argument(
-        "--filter", action="append", default=[], metavar="GLOB",
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--quick", action="store_true", help="few and small cases, about a minute")
+    add("--filter", action="append", default=[], metavar="GLOB",
         help="only cases whose name this matches, such as 'encode/2^22*int8x4'; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=int,
-        metavar="LOG2",
+    add("--sizes", nargs="+", type=int, metavar="LOG2",
         help="sizes to measure instead: 22 for 2^22 elements",
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of torch on the CPU (default: 1)"
-    )
-    parser.add_argument(
-        "--warm", action="store_true",
-        help="leave the CPU's caches as the contender before left them (default: flush them)",
     )  # fmt: skip
-    parser.add_argument(
-        "--time-limit", type=float, default=float("inf"), metavar="SECONDS",
+    add("--list", action="store_true", help="print the names of the cases and exit")
+    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
         help="start no further case after this many seconds",
     )  # fmt: skip
     add_outputs(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print the table; 1 if a result of ours was wrong, a case failed, or none was run."""
+def run(args: argparse.Namespace) -> list[Record] | int:
+    """Measure."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here", file=sys.stderr)
-        return 2
-    if device.type == "cuda" and args.warm:
-        print("--warm is for --device cpu: a GPU's cache is always flushed", file=sys.stderr)
-        return 2
-    choice = "full" if args.full else "quick" if args.quick else "default"
-    cases = select(choice, device.type, args.filter, args.sizes)
+        raise ValueError("no CUDA device here")
+    cases = select(device.type, args.filter, args.sizes, quick=args.quick)
     if args.list or not cases:
         print("\n".join(case.name for case in cases) or "no case matches", flush=True)
         return 0 if cases else 1
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
-    try:
-        # Turns on a GPU are short; the host's first ones, which compile, do not count.
-        small = args.quick or device.type == "cuda"
-        return _run(args, cases, device, budget=0.25 if small else 1.0)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
+    return _measured(args, cases, device)
 
 
-def _run(args: argparse.Namespace, cases: list, device: torch.device, *, budget: float) -> int:
-    clock, started = clock_for(device, cold=not args.warm), time.monotonic()
-    command = _command(args, device)
-    results: list[Record] = []
-    for case in cases:
-        if time.monotonic() - started > args.time_limit:
-            print(f"time limit: {len(cases) - len(results)} cases not measured", flush=True)
-            break
-        facts = machine(device) | {"timing": clock.about, "command": command}
-        began = time.monotonic()
-        result = {"suite": "kernels"} | facts
-        try:
-            result |= measure(case, device, clock, budget=budget)
-        except Exception as error:  # out of memory, say: the other cases are measured all the same
-            traceback.print_exc()
-            result |= {"case": case.name, "failed": said(error)}
-        _release(device)
-        results.append(result)
-        if args.json:
-            append(args.json, result)
-        print(f"{case.name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    if not results:
-        return 1
-    print("\n" + table(results))
-    if args.plots:
-        for file in plots(results, args.plots):
-            print(f"wrote {file}")
-    return 1 if any("failed" in r or r["contenders"]["tagc"]["wrong"] for r in results) else 0
+def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> list[Record]:
+    # Turns on a GPU are short; the host's first ones, which compile, do not count.
+    budget = 0.25 if args.quick or device.type == "cuda" else 1.0
+    clock, started = clock_for(device), time.monotonic()
+
+    def runs() -> Iterator[tuple[str, Callable[[], Record]]]:
+        for done, case in enumerate(cases):
+            if time.monotonic() - started > args.time_limit:
+                print(f"time limit: {len(cases) - done} cases not measured", file=sys.stderr)
+                return
+            yield case.name, partial(measure, case, device, clock, budget=budget)
+            if device.type == "cuda":
+                # So that a case does not depend on those before it.
+                importlib.import_module("tagc.triton_kernels.scratch").release()
+
+    command = f"python -m benchmarks kernels {shlex.join(_words(args, device))}"
+    about = {"suite": "kernels", "timing": clock.about, "command": command}
+    return measured("case", runs(), about | machine(device), args.json)
 
 
-def _command(args: argparse.Namespace, device: torch.device) -> str:
+def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
     """What repeats this, without the files that it writes."""
-    words = ["python -m benchmarks kernels", "--device", device.type]
-    words += ["--quick"] if args.quick else ["--full"] if args.full else []
+    words = ["--device", device.type]
+    words += ["--quick"] if args.quick else []
     words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    words += [word for pattern in args.filter for word in ("--filter", shlex.quote(pattern))]
-    words += ["--warm"] if args.warm else []
-    words += ["--threads", str(args.threads)] if args.threads != 1 else []
-    return " ".join(words)
+    return words + [word for pattern in args.filter for word in ("--filter", pattern)]
 
 
-def _release(device: torch.device) -> None:
-    """Give the device's memory back, so that a case does not depend on those before it."""
-    if device.type == "cuda":
-        importlib.import_module("tagc.triton_kernels.scratch").release()
-        torch.cuda.empty_cache()
+def table(results: Sequence[Record]) -> str:
+    """A row per case: ours, its share of the copy bandwidth, and the others beside it.
+
+    Beside each other contender's time stands how many times faster ours is, or, where that would
+    compare with a wrong result, a number that the notes below explain.
+    """
+    failed = [f"{r['case']} failed: {r['failed']}" for r in results if "failed" in r]
+    measured = [r for r in results if "failed" not in r]
+    others = [n for n in dict.fromkeys(n for r in measured for n in r["contenders"]) if n != OURS]
+    reasons: dict[str, int] = {}
+
+    def other(record: Record, name: str) -> str:
+        result = record["contenders"].get(name)
+        if result is None:
+            return "-"
+        refused = record["refused"].get(name)
+        if refused is None:
+            return f"{_ms(result)}, {record['speedup'][name]:.3g}×"
+        return f"{_ms(result)} [{reasons.setdefault(refused, len(reasons) + 1)}]"
+
+    rows = []
+    for r in measured:
+        mine = r["contenders"][OURS]
+        # On a GPU the host's part is a matter of its own: launches.
+        on_gpu = r.get("device") == "cuda" and "host_ms" in mine
+        host = f" (host {mine['host_ms']:.3g} ms)" if on_gpu else ""
+        floor, copy = f"{r['floor_bytes'] / 1e6:.1f} MB", f"{r['copy_gb_per_s']:.1f} GB/s"
+        beside = [other(r, name) for name in others]
+        share = f"{mine['fraction']:.2f}"
+        rows.append([r["case"], floor, copy, _ms(mine) + host, share, *beside])
+    to_others = (f"{name}; speed of {OURS} to it" for name in others)
+    head = ["case", "floor", "copy", OURS, "of copy", *to_others]
+    notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
+    below = "  \n".join(notes + failed)
+    shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")
+    machine = ", ".join(f"{key} {results[0][key]}" for key in shown if key in results[0])
+    return "\n\n".join([machine, markdown(head, rows), below]).strip()
+
+
+def _ms(result: Record) -> str:
+    return f"{result['ms']:.3g} ms" if "ms" in result else "failed"
+
+
+def plots(results: Sequence[Record], folder: Path) -> list[Path]:
+    """The share of the copy bandwidth that ours reaches, case by case."""
+    measured = [r for r in results[::-1] if "failed" not in r]
+    shares = {r["case"]: r["contenders"][OURS]["fraction"] for r in measured}
+    if not shares:
+        return []
+    about = "floor's bytes per second, as a fraction of a copy's"
+    points = [(share, case) for case, share in shares.items()]
+    panel = Panel("", about, "", [Curve(OURS, points, {"ls": ""})])
+    return [draw([panel], folder / "kernels-fraction.png", height=1 + 0.2 * len(shares))]

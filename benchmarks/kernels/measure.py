@@ -1,100 +1,198 @@
-"""One case: every contender checked, then all of them timed in turns beside a plain copy."""
+"""One case: every contender checked, then all of them timed in turns beside a plain copy, so that a
+slow moment hits all of them. Results are medians.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..timing import Clock, Timed, interleaved
-from .case import Case
-from .registry import OURS, Contender, load
-
-_COPY = "copy of the floor's bytes"
+from ..records import Record, about_error
+from .operators import Case, Contender, problem
 
 
-def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> dict[str, Any]:
+class Timing(NamedTuple):
+    """Medians of one contender's ``repeats``: seconds on the device, and until the call returned,
+    which is less if nothing waits for a GPU."""
+
+    seconds: float
+    host_seconds: float
+    repeats: int
+
+
+Clock = Callable[[Contender], tuple[float, float]]
+"""Times one run: seconds on the device, seconds until the call returned."""
+
+
+class HostClock:
+    """Wall-clock time, with cold caches.
+
+    In training, a forward and a backward pass run between two calls of an operator. So when a run
+    begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
+    depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
+    cached, and 0.33 ms after a contender with large temporary tensors.
+    """
+
+    about = "median wall-clock time; caches flushed before every run"
+
+    # More than the caches that a core of the usual servers has to itself or shares with few.
+    _FLUSHED = 128 << 20
+
+    def __init__(self) -> None:
+        self._flush = torch.zeros(self._FLUSHED // 4)
+
+    def __call__(self, timed: Contender) -> tuple[float, float]:
+        timed.before()
+        self._flush.add_(1.0)
+        start = time.perf_counter()
+        timed.run()
+        elapsed = time.perf_counter() - start
+        return elapsed, elapsed
+
+
+class CudaClock:
+    """CUDA events around the run, with a cold L2 cache and launches queued ahead.
+
+    In training, backward keeps the device busy while the host runs ahead. So the device sleeps
+    before the first event for as long as the host needs for its launches. The time is then the
+    device's, unless the run itself waits for it.
+    """
+
+    about = "median of CUDA events; L2 flushed before every run, launches queued ahead"
+    _LONGEST_SLEEP = 0.03
+
+    def __init__(self, device: torch.device) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        l2 = getattr(properties, "L2_cache_size", 64 << 20)
+        self._flush = torch.empty(max(4 * l2, 256 << 20), dtype=torch.uint8, device=device)
+        self._host: dict[int, float] = {}
+
+    def __call__(self, timed: Contender) -> tuple[float, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timed.before()
+        self._flush.zero_()
+        sleep = min(2 * self._host.get(id(timed), 0.0), self._LONGEST_SLEEP)
+        if sleep:
+            torch.cuda._sleep(int(sleep * 2e9))  # cycles of a clock of about 2 GHz
+        start.record()
+        began = time.perf_counter()
+        timed.run()
+        host = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        self._host[id(timed)] = host
+        return start.elapsed_time(end) / 1e3, host
+
+
+def clock_for(device: torch.device) -> HostClock | CudaClock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def interleaved(
+    contenders: Mapping[str, Contender],
+    clock: Clock,
+    *,
+    budget: float = 1.0,
+    repeats: int = 30,
+    least: int = 3,
+    warm_up: int = 2,
+) -> dict[str, Timing]:
+    """Time all contenders in turns.
+
+    Args:
+        budget: seconds that each contender may take in all; a slow one skips later turns.
+        repeats: the most turns.
+        least: turns that even the slowest takes. If a single turn exceeds the budget, it is enough.
+        warm_up: uncounted runs before; a single one if it takes up the budget.
+    """
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    for turn in range(warm_up + repeats):
+        for name, timed in contenders.items():
+            counted, slow = taken[name], spent[name] >= budget
+            enough = 1 if spent[name] > 2 * budget else least
+            if slow and (turn < warm_up or len(counted) >= enough):
+                continue
+            began = time.perf_counter()
+            measured = clock(timed)
+            spent[name] += time.perf_counter() - began
+            if turn >= warm_up:
+                counted.append(measured)
+    return {
+        name: Timing(
+            statistics.median(device for device, _ in counted),
+            statistics.median(host for _, host in counted),
+            len(counted),
+        )
+        for name, counted in taken.items()
+    }
+
+
+OURS = "tagc"
+
+
+def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> Record:
     """The record of a case.
 
     ``fraction`` is that of the copy bandwidth which the device reaches in the same turns: the
     time of a plain copy that reads and writes ``floor_bytes`` in all, over the contender's. A
-    speedup is only given where both results are right, and ``refused`` says why where not.
+    speedup is only given over right results, and ``refused`` says why where not.
+
+    Raises:
+        RuntimeError: if ours is wrong.
     """
-    problem = load(case.op).problem(case, device)
-    contenders, results = _checked(problem.contenders)
-    source = torch.zeros(max(1, problem.floor_bytes // 8), device=device)
+    floor, makers, facts = problem(case, device)
+    contenders, results = _checked(makers)
+    if wrong := results[OURS]["wrong"]:
+        raise RuntimeError(f"wrong: {wrong}")
+    source = torch.zeros(max(1, floor // 8), device=device)
     target = torch.empty_like(source)
-    timed = {_COPY: Timed(lambda: target.copy_(source))}
-    timed |= {name: Timed(c.run, c.before) for name, c in contenders.items()}
-    timings = interleaved(timed, clock, budget=budget)
-    copy = timings.pop(_COPY)
+    copying = {"copy": Contender(run=lambda: target.copy_(source))}
+    timings = interleaved(copying | contenders, clock, budget=budget)
+    copy = timings.pop("copy").seconds
     for name, timing in timings.items():
         results[name] |= {
             "ms": _round(1e3 * timing.seconds),
             "host_ms": _round(1e3 * timing.host_seconds),
             "repeats": timing.repeats,
-            "fraction": _round(copy.seconds / timing.seconds),
+            "fraction": _round(copy / timing.seconds),
         }
-    speedup, refused = _speedups(results)
-    return (
-        {"case": case.name}
-        | asdict(case)
-        | problem.facts
-        | {
-            "floor_bytes": problem.floor_bytes,
-            "copy_ms": _round(1e3 * copy.seconds),
-            "copy_gb_per_s": _round(problem.floor_bytes / copy.seconds / 1e9),
-            "contenders": results,
-            "speedup": speedup,
-            "refused": refused,
-        }
-    )
+    others = {name: result for name, result in results.items() if name != OURS}
+    mine = results[OURS]["ms"]
+    return {
+        **asdict(case),
+        **facts,
+        "floor_bytes": floor,
+        "copy_ms": _round(1e3 * copy),
+        "copy_gb_per_s": _round(floor / copy / 1e9),
+        "contenders": results,
+        "speedup": {n: _round(r["ms"] / mine) for n, r in others.items() if not r["wrong"]},
+        "refused": {n: f"{n}: {r['wrong']}" for n, r in others.items() if r["wrong"]},
+    }
 
 
-def _checked(makers: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, dict[str, Any]]]:
-    """Run everything once, then check everything: a check may look at other results."""
+def _checked(makers: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, Record]]:
+    """Run and check all; the reference is first, and others are compared with it."""
     contenders: dict[str, Contender] = {}
-    results: dict[str, dict[str, Any]] = {name: {} for name in makers}
+    results: dict[str, Record] = {}
     for name, make in makers.items():
         try:
             contender = make()
             contender.before()
             contender.run()
-        except Exception as error:  # reported; the others go on
-            results[name]["wrong"] = said(error)
-        else:
-            contenders[name] = contender
-    for name, contender in contenders.items():
-        try:
             wrong = contender.check()
-        except Exception as error:
-            wrong = f"the check failed: {said(error)}"
-        results[name] |= {"note": contender.note, "wrong": wrong} | contender.details
-    return contenders, results
-
-
-def _speedups(results: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Of ours over each other contender, or the reason why not."""
-    speedup: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    mine = results[OURS]
-    for name, other in results.items():
-        if name == OURS:
-            continue
-        if mine["wrong"]:
-            refused[name] = f"{OURS}: {mine['wrong']}"
-        elif other["wrong"]:
-            refused[name] = f"{name}: {other['wrong']}"
+            contenders[name] = contender
+        except Exception as error:  # reported; the others go on
+            results[name] = {"wrong": about_error(error)}
         else:
-            speedup[name] = _round(other["ms"] / mine["ms"])
-    return speedup, refused
-
-
-def said(error: Exception) -> str:
-    """Kind and first line of an error."""
-    first, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}: {first}"
+            results[name] = {"note": contender.note, "wrong": wrong, **contender.details}
+    return contenders, results
 
 
 def _round(x: float) -> float:

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 
 # From asm-generic/socket.h, linux/if_packet.h and linux/virtio_net.h; Python has no names for them.
 _SO_RCVBUFFORCE, _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 33, 263, 15, 23
@@ -28,58 +27,29 @@ _BUFFER = 1 << 26
 _PR_SET_PDEATHSIG = 1
 
 
-class Switch:
-    """Learns where hosts are, and which frame is due where.
-
-    Args:
-        ports: how many interfaces it has.
-        seconds: how long it holds a frame.
-    """
-
-    def __init__(self, ports: int, seconds: float) -> None:
-        self._ports, self._seconds = ports, seconds
-        self._places: dict[bytes, int] = {}
-        # In the order of time, as all frames wait equally long.
-        self._held: deque[tuple[float, int, bytes]] = deque()
-
-    def take(self, port: int, frame: bytes, now: float) -> None:
-        """A frame has come in, with its offload header, at the time ``now``."""
-        target = frame[_OFFLOAD_HEADER : _OFFLOAD_HEADER + _ADDRESS]
-        source = frame[_OFFLOAD_HEADER + _ADDRESS : _OFFLOAD_HEADER + 2 * _ADDRESS]
-        self._places[source] = port
-        place = self._places.get(target)
-        others: Iterable[int] = range(self._ports) if place is None else (place,)
-        due = now + self._seconds
-        self._held.extend((due, other, frame) for other in others if other != port)
-
-    def due(self, now: float) -> Iterable[tuple[int, bytes]]:
-        """The frames to send now, each with its port; they are held no longer."""
-        while self._held and self._held[0][0] <= now:
-            _, port, frame = self._held.popleft()
-            yield port, frame
-
-    def pause(self, now: float) -> float | None:
-        """Seconds until a frame is due; None if there is none."""
-        return max(0.0, self._held[0][0] - now) if self._held else None
-
-
 def main() -> None:
     """Switch frames for ever. The first line on stdout says that it has begun."""
     # It must not outlive the network that it is a part of.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    seconds, *interfaces = sys.argv[1:]
-    sockets = [_open(name) for name in interfaces]
-    ports = {s.fileno(): port for port, s in enumerate(sockets)}
-    switch = Switch(len(sockets), float(seconds))
+    seconds, ports = float(sys.argv[1]), [_open(name) for name in sys.argv[2:]]
+    places: dict[bytes, socket.socket] = {}  # where hosts are, learned from what they sent
+    # In the order of time, as all frames wait equally long: when, where to, and what.
+    held: deque[tuple[float, socket.socket, bytes]] = deque()
     print("ready", flush=True)
     while True:
-        ready, _, _ = select.select(ports, [], [], switch.pause(time.monotonic()))
+        pause = max(0.0, held[0][0] - time.monotonic()) if held else None
+        ready, _, _ = select.select(ports, [], [], pause)
         now = time.monotonic()
-        for descriptor in ready:
-            port = ports[descriptor]
-            switch.take(port, sockets[port].recv(_LARGEST), now)
-        for port, frame in switch.due(now):
-            sockets[port].send(frame)
+        for port in ready:
+            frame = port.recv(_LARGEST)
+            addresses = frame[_OFFLOAD_HEADER : _OFFLOAD_HEADER + 2 * _ADDRESS]
+            places[addresses[_ADDRESS:]] = port
+            place = places.get(addresses[:_ADDRESS])
+            others = ports if place is None else [place]
+            held.extend((now + seconds, other, frame) for other in others if other is not port)
+        while held and held[0][0] <= now:
+            _, port, frame = held.popleft()
+            port.send(frame)
 
 
 def _open(interface: str) -> socket.socket:

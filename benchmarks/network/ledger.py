@@ -1,13 +1,11 @@
 """Every collective that a step starts: how often, how many bytes, how long the step waits for it.
 
 The functions of ``torch.distributed`` are replaced by ones that count and call them, so that FSDP1,
-FSDP2 and tagc are measured alike. Install it before anything binds those functions by name.
+FSDP2 and tagc are measured alike.
 
-Payload bytes are what a rank must send to others, headers and a backend's waste left out:
-``(W - 1) / W`` of a reduce-scatter's or all-to-all's input, ``W - 1`` times an all-gather's,
-``2 (W - 1) / W`` of an all-reduce's, and all of a message to one rank. Seconds are those that the
-calling thread spends in the call and in ``wait()``: time that communication adds to the step,
-waiting for slower ranks included.
+Payload bytes are what a rank must send to others, headers and a backend's waste left out. Seconds
+are those that the calling thread spends in the call and in ``wait()``: time that communication adds
+to the step, waiting for slower ranks included.
 """
 
 from __future__ import annotations
@@ -58,16 +56,10 @@ class Tally:
 
 _tally = Tally()
 _direction: str | None = None
-_installed = False
 
 
 def install() -> None:
-    """Replace the collectives of ``torch.distributed`` in this process; once is enough."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    _count_parameters()
+    """Replace the collectives of ``torch.distributed`` in this process."""
     for name, kind in _KINDS.items():
         original = getattr(dist, name, None)
         if original is not None:
@@ -75,10 +67,7 @@ def install() -> None:
             setattr(dist, name, counted)
             if name in _ALSO_IN_C10D:
                 setattr(distributed_c10d, name, counted)
-
-
-def _count_parameters() -> None:
-    """tagc gathers parameters by messages, which nothing else tells from gradients."""
+    # tagc gathers parameters by messages, which nothing else tells from gradients.
     original = UnitGatherer.gather
 
     @functools.wraps(original)
@@ -89,15 +78,11 @@ def _count_parameters() -> None:
     UnitGatherer.gather = gather
 
 
-def reset() -> Tally:
-    """Start counting from zero; returns the tally that counts from here."""
+def tally(*, reset: bool = False) -> Tally:
+    """The tally that counts now, or one that counts from here."""
     global _tally
-    _tally = Tally()
-    return _tally
-
-
-def tally() -> Tally:
-    """The tally that counts now."""
+    if reset:
+        _tally = Tally()
     return _tally
 
 
@@ -117,16 +102,15 @@ def direction(name: str) -> Iterator[None]:
 
 def payload_bytes(kind: str, sent: Tensor, world_size: int) -> int:
     """Bytes that a rank must send to others for a collective whose input is ``sent``."""
-    size = sent.numel() * sent.element_size()
-    if kind == "receive":
-        return 0
-    if kind == "send":
-        return size
-    if kind == "all_gather":
-        return size * (world_size - 1)
-    if kind == "all_reduce":
-        return 2 * size * (world_size - 1) // world_size
-    return size * (world_size - 1) // world_size
+    size, others = sent.numel() * sent.element_size(), world_size - 1
+    return {
+        "receive": 0,
+        "send": size,
+        "all_gather": size * others,
+        "all_reduce": 2 * size * others // world_size,
+        "reduce_scatter": size * others // world_size,
+        "all_to_all": size * others // world_size,
+    }[kind]
 
 
 class _TimedWork(dist.Work):

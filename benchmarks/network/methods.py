@@ -1,4 +1,4 @@
-"""What is compared: ways to train the same model, one entry each.
+"""What is compared: ways to train the same model, one entry each; and the cells of a run.
 
 A tagc policy needs no entry: its name or the path of its file is a method, and with ``@bf16``
 behind it the parameters travel in bf16, too. If the policy itself has rules for parameters, that is
@@ -8,17 +8,40 @@ the policy has a section ``sites``, every rank is a site.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import tagc
 from tagc.costs import is_automatic
 
+from ..records import Record
+from .launch import UNLIMITED
+
 
 @dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every method of a run shares.
+
+    Attributes:
+        width, layers, heads, context: of the byte-level GPT.
+        batch: sequences per rank and micro-batch.
+        micro_batches: backward passes per optimizer step. With a policy on hosts, gradients stay
+            inside the host except for the last one.
+    """
+
+    width: int = 320
+    layers: int = 8
+    heads: int = 5
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to train.
 
@@ -48,10 +71,7 @@ class Method:
         mixed."""
         content = asdict(self) | {"name": "", "about": ""}
         # So that it is that of earlier results.
-        if self.ddp is None:
-            content.pop("ddp")
-        if not self.apart:
-            content.pop("apart")
+        content = {k: v for k, v in content.items() if v or k not in ("ddp", "apart")}
         if self.policy is not None:
             content["policy"] = tagc.Policy.load(self.policy).hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
@@ -59,12 +79,10 @@ class Method:
     @property
     def measures_link(self) -> bool:
         """Whether it chooses by the link that it finds, and so has to be made anew on each."""
-        if self.policy is None:
-            return False
-        return is_automatic(tagc.Policy.load(self.policy))
+        return self.policy is not None and is_automatic(tagc.Policy.load(self.policy))
 
 
-TAGC_PAPER: dict[str, Any] = {
+_TAGC_PAPER = {
     "schema": 1,
     "about": "The TAGC paper's parameters and density, symbols of one element, no warm-up.",
     "gradients": [
@@ -75,86 +93,50 @@ TAGC_PAPER: dict[str, Any] = {
         }
     ],
 }
-
 _MATRICES = {"role": ["attention", "mlp", "embedding", "head", "other"]}
-ZERO_PLUS_PLUS: dict[str, Any] = {
+_FOUR_BITS = {"codec": {"kind": "quantized", "bits": 4}, "feedback": {"kind": "none"}}
+_EIGHT_BITS = {"codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True}}
+_ZERO_PLUS_PLUS = {
     "schema": 1,
     "about": "In the manner of ZeRO++: parameters in 8 bits, across hosts in forward only, and "
     "gradients in 4 bits without feedback.",
-    "gradients": [
-        {
-            "when": _MATRICES,
-            "codec": {"kind": "quantized", "bits": 4},
-            "feedback": {"kind": "none"},
-        }
-    ],
-    "parameters": [
-        {"when": _MATRICES, "codec": {"kind": "quantized", "bits": 8, "keep_for_backward": True}}
-    ],
+    "gradients": [{"when": _MATRICES, **_FOUR_BITS}],
+    "parameters": [{"when": _MATRICES, **_EIGHT_BITS}],
 }
 
-ALONE = Method(name="alone", about="no exchange between ranks", apart=True)
+
+def _delayed(name: str, delay: int) -> Method:
+    sites = {"every": 32, "delay": delay, "alpha": 0.5}
+    policy = {"schema": 1, "extends": "sites", "sites": sites}
+    about = f"policy sites, training goes on for {delay} steps, alpha 0.5"
+    return Method(name, about, policy=policy, apart=True)
+
+
+ALONE = Method("alone", "no exchange between ranks", apart=True)
 """What sites are compared with."""
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method(name="fp32-gloo", about="dense FSDP2, fp32, gloo's own collectives"),
-        Method(name="fp32-messages", about="dense FSDP2, fp32, by messages", wire="float32"),
-        Method(
-            name="bf16-gloo",
-            about="FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own collectives",
-            mixed_precision=True,
-        ),
-        Method(
-            name="bf16-wire-messages",
-            about="dense FSDP2, compute and sums in fp32, bf16 on the wire, by messages",
-            wire="bfloat16",
-        ),
-        Method(
-            name="tagc-paper",
-            about="the TAGC paper's parameters and density 0.2, no warm-up",
-            policy=TAGC_PAPER,
-        ),
-        Method(name="ddp-fp32", about="DDP, gloo's own all-reduce", ddp="plain"),
-        Method(name="ddp-bf16", about="DDP with torch's hook for bf16", ddp="bf16"),
-        Method(
-            name="ddp-powersgd",
-            about="DDP with torch's PowerSGD hook, rank 4, one bucket",
-            ddp="PowerSGD",
-        ),
-        Method(
-            name="zero++-like",
-            about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
-            "gradients in 4 bits without feedback",
-            policy=ZERO_PLUS_PLUS,
-        ),
-        *(
-            Method(
-                name=name,
-                about=f"policy sites, training goes on for {delay} steps, alpha 0.5",
-                policy={
-                    "schema": 1,
-                    "extends": "sites",
-                    "sites": {"every": 32, "delay": delay, "alpha": 0.5},
-                },
-                apart=True,
-            )
-            for name, delay in (("sites-delayed", 4), ("sites-delayed-8", 8))
-        ),
-    )
-}
-
-# Measured by default, if this version of tagc ships them.
-POLICIES = ("packed-20@bf16", "loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
-QUICK = ("fp32-messages", "bf16-wire-messages", "hybrid")
-
-
-def default_methods() -> list[str]:
-    """All registered methods but sites, then the built-in policies worth comparing."""
-    shipped = tagc.policies()
-    of_each_step = (method.name for method in METHODS.values() if not method.apart)
-    return [*of_each_step, *(name for name in POLICIES if name.partition("@")[0] in shipped)]
+_ALL = (
+    Method("fp32-gloo", "dense FSDP2, fp32, gloo's own collectives"),
+    Method("fp32-messages", "dense FSDP2, fp32, by messages", wire="float32"),
+    Method("bf16-gloo", "FSDP2 with MixedPrecisionPolicy(bf16, bf16), gloo's own collectives",
+           mixed_precision=True),
+    Method("bf16-wire-messages", wire="bfloat16",
+           about="dense FSDP2, compute and sums in fp32, bf16 on the wire, by messages"),
+    Method("tagc-paper", "the TAGC paper's parameters and density 0.2, no warm-up",
+           policy=_TAGC_PAPER),
+    Method("ddp-fp32", "DDP, gloo's own all-reduce", ddp="plain"),
+    Method("ddp-bf16", "DDP with torch's hook for bf16", ddp="bf16"),
+    Method("ddp-powersgd", "DDP with torch's PowerSGD hook, rank 4, one bucket", ddp="PowerSGD"),
+    Method("zero++-like", policy=_ZERO_PLUS_PLUS,
+           about="in the manner of ZeRO++ (2306.10209): parameters in 8 bits in each forward, "
+           "gradients in 4 bits without feedback"),
+    _delayed("sites-delayed", 4),
+    _delayed("sites-delayed-8", 8),
+)  # fmt: skip
+METHODS = {method.name: method for method in _ALL}
+# Measured by default, besides all of the above but sites.
+_POLICIES = ("loco-4bit@bf16", "hybrid", "hosts", "thrifty", "stateless", "auto")
+DEFAULT = (*(name for name, method in METHODS.items() if not method.apart), *_POLICIES)
 
 
 def resolve(name: str) -> Method:
@@ -187,6 +169,29 @@ def resolve(name: str) -> Method:
     return replace(method, wire="bfloat16", about=f"{method.about} Parameters in bf16.")
 
 
-def resolve_all(names: Iterable[str]) -> list[Method]:
-    """The methods of all names, each once, in this order."""
-    return [resolve(name) for name in dict.fromkeys(names)]
+def keys(args: argparse.Namespace, ranks: int) -> Iterator[tuple[Record, Method | None]]:
+    """The cells of a run with so many ranks: what is measured, and the method; without one, it is
+    the link. Sites are not measured on the unlimited one."""
+    for rate in args.rates:
+        yield cell_key(args, ranks, rate), None
+        for method in args.methods:
+            if not method.apart or rate != UNLIMITED:
+                yield cell_key(args, ranks, rate, method), method
+
+
+def cell_key(
+    args: argparse.Namespace, ranks: int, rate: str, method: Method | None = None
+) -> Record:
+    """Everything that the numbers of a cell depend on, except the machine."""
+    kind = "link" if method is None else "sites" if method.apart else "step"
+    key: Record = {"kind": kind, "ranks": ranks, "rate": rate}
+    key["settings"] = asdict(args.settings)
+    if args.ranks_per_host > 1:
+        key["ranks_per_host"] = args.ranks_per_host
+    if args.latency:
+        key["latency"] = args.latency
+    if kind == "sites" and args.step_time is not None:
+        key["step_time"] = args.step_time
+    if method is not None:
+        key |= {"method": method.name, "definition": method.definition}
+    return key

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tagc.basics.quantities import format_seconds
 
 from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from .namespaces import Rate
-from .results import Results, group
+from .launch import UNLIMITED, bits_per_second, label
 
 # What others are compared with: dense fp32 without gloo's waste, in both directions of the link
 # at once, as tagc's messages travel.
@@ -40,14 +42,12 @@ def table(cells: Sequence[Record]) -> str:
         micro = s.get("micro_batches", 1)
         unit = "step" if micro == 1 else f"micro-batch, {micro} of them a step"
         parts += [
-            f"## {r.title}, {_parameters(r)}parameters",
+            f"## {r.title}",
             f"GPT of width {s['width']} and {s['layers']} layers, {s['batch']} × {s['context']} "
             f"bytes per rank and {unit}.",
             step_table(r),
             bytes_table(r),
             sites_table(r),
-            link_table(r),
-            predicted_table(r),
         ]
     about = {c["key"]["method"]: c["about"] for c in cells if "method" in c["key"]}
     parts.append("\n".join(f"- `{name}`: {said}" for name, said in about.items()))
@@ -56,44 +56,27 @@ def table(cells: Sequence[Record]) -> str:
 
 def plots(cells: Sequence[Record], folder: Path) -> list[Path]:
     """Step time by bandwidth."""
+    rate, seconds = "what a host may send (Mbit/s)", "step time (s)"
     panels = [
-        Panel(
-            title=r.title,
-            x="what a host may send (Mbit/s)",
-            y="step time (s)",
-            curves=[_curve(r, method) for method in r.methods],
-            log="xy",
-        )
+        Panel(r.title, rate, seconds, [_curve(r, method) for method in r.methods], log="xy")
         for r in group(cells)
     ]
     return [draw(panels, folder / "network-step-time.png")]
 
 
-def _curve(r: Results, method: str) -> Curve:
-    found = ((rate.bits_per_second, r.step_seconds(method, rate)) for rate in r.rates)
-    points = [(bits / 1e6, seconds) for bits, seconds in found if bits and seconds]
-    return Curve(label=method, x=[x for x, _ in points], y=[y for _, y in points])
+def _curve(r: Group, method: str) -> Curve:
+    limited = (rate for rate in r.rates if rate != UNLIMITED)
+    found = ((bits_per_second(rate) / 1e6, r.step_seconds(method, rate)) for rate in limited)
+    return Curve(method, [(bits, seconds) for bits, seconds in found if seconds])
 
 
-def predicted_table(r: Results) -> str:
-    """By how much the model of ``tagc advise`` misses the measured step."""
-    rows = []
-    for name in r.methods:
-        misses = [r.predicted_miss(name, rate) for rate in r.rates]
-        if any(miss is not None for miss in misses):
-            shown = ["-" if miss is None else f"{100 * miss:+.0f}%" for miss in misses]
-            rows.append([f"`{name}`", *shown])
-    header = ["predicted less measured", *(rate.label for rate in r.rates)]
-    return markdown(header, rows) if rows else ""
-
-
-def step_table(r: Results) -> str:
+def step_table(r: Group) -> str:
     """Step times by link."""
     rows = []
     for method in r.methods:
-        if not any(r.steps(method, rate) for rate in r.rates):
+        if not any(r.find("step", rate, method) for rate in r.rates):
             continue
-        unlimited = r.steps(method, Rate(None))
+        unlimited = r.find("step", UNLIMITED, method)
         compute = statistics.fmean(c["compute_seconds"] for c in unlimited) if unlimited else None
         row = [f"`{method}`", "-" if compute is None else f"{compute:.3f} s"]
         for rate in r.rates:
@@ -105,14 +88,14 @@ def step_table(r: Results) -> str:
             else:
                 row.append(f"{seconds:.3f} s ({reference / seconds:.2f}×)")
         rows.append(row)
-    return markdown(["step time", "compute", *(rate.label for rate in r.rates)], rows)
+    return markdown(["step time", "compute", *(label(rate) for rate in r.rates)], rows)
 
 
-def bytes_table(r: Results) -> str:
+def bytes_table(r: Group) -> str:
     """Bytes a host and step: what the kernel counted, what had to be sent, what tagc counts."""
     rows = []
     for method in r.methods:
-        cells = [c for rate in r.rates for c in r.steps(method, rate)]
+        cells = [c for rate in r.rates for c in r.find("step", rate, method)]
         if not cells:
             continue
         kernel = statistics.fmean(c["kernel_bytes"] for c in cells)
@@ -137,30 +120,32 @@ def bytes_table(r: Results) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def sites_table(r: Results) -> str:
+def sites_table(r: Group) -> str:
     """Sites beside training without exchange, and the dense methods of every step beside both."""
     rows = []
     for rate in r.rates:
-        found = [(_site_label(cell), cell) for m in r.methods for cell in r.sites(m, rate)]
+        found = [cell for method in r.methods for cell in r.find("sites", rate, method)]
         if not found:
             continue
-        alone = statistics.median(p[1] / c["every"] for _, c in found for p in c["period_seconds"])
-        dense = [c for name in DENSE for c in r.steps(name, rate)]
+        alone = statistics.median(p[1] / c["every"] for c in found for p in c["period_seconds"])
+        dense = [c for name in DENSE for c in r.find("step", rate, name)]
         least = min((c["kernel_bytes"] for c in dense), default=None)
         for cell in dense:
             seconds = statistics.fmean(cell["step_seconds"])
             name, sent = cell["key"]["method"], cell["kernel_bytes"]
             rows.append(
-                [f"`{name}`, {rate.label}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
+                [f"`{name}`, {label(rate)}", f"{seconds:.3f} s", f"{alone / seconds:.1%}",
                  f"{sent / 1e3:.1f}", "-" if sent == least else f"{least / sent:.2f}", "-", "-"]
             )  # fmt: skip
-        for name, cell in found:
+        for cell in found:
+            taken, name = cell["key"].get("step_time"), f"`{cell['key']['method']}`"
+            name += "" if taken is None else f", {format_seconds(taken)} elsewhere"
             periods, every, sent = cell["period_seconds"], cell["every"], cell["kernel_bytes"]
             shares = sorted(without / seconds for seconds, without in periods)
             step = statistics.median(seconds for seconds, _ in periods) / every
             rows.append(
                 [
-                    f"{name}, {rate.label}",
+                    f"{name}, {label(rate)}",
                     f"{step:.3f} s",
                     f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
                     f"{sent / 1e3:.1f}",
@@ -176,49 +161,71 @@ def sites_table(r: Results) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def _site_label(cell: Record) -> str:
-    taken = cell["key"].get("step_time")
-    elsewhere = "" if taken is None else f", {format_seconds(taken)} elsewhere"
-    return f"`{cell['key']['method']}`{elsewhere}"
-
-
-def link_table(r: Results) -> str:
-    """What the links really do: payload rate of large messages, latency of small ones."""
-    rows = []
-    for rate in r.rates:
-        cells = r.links(rate)
-        if not cells:
-            continue
-        row = [rate.label]
-        for probe in ("exchange", "all_gather"):
-            bits = statistics.fmean(c[f"{probe}_rate"] for c in cells)
-            seconds = statistics.fmean(c[f"{probe}_latency"] for c in cells)
-            row.append(f"{bits / 1e6:.0f} Mbit/s, {seconds * 1e3:.2f} ms")
-        rows.append(row)
-    header = ["link", "messages, receives first", "gloo's all-gather"]
-    return markdown(header, rows) if rows else ""
-
-
 def _facts(cells: Sequence[Record]) -> str:
     names = ("processor", "cores", "kernel", "python", "torch", "tagc", "congestion_control")
-    said = [
-        f"{name.replace('_', ' ')} {', '.join(dict.fromkeys(str(c[name]) for c in cells))}"
-        for name in names
-        if all(name in c for c in cells)
-    ]
-    loads = [c["load"] for c in cells]
-    dates = sorted({c["date"] for c in cells})
+    values = {name: dict.fromkeys(str(c[name]) for c in cells if name in c) for name in names}
+    said = [f"{name.replace('_', ' ')} {', '.join(found)}" for name, found in values.items()]
+    loads, dates = [c["load"] for c in cells], [c["date"] for c in cells]
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(c["command"] for c in cells))
     return (
-        f"{dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''}; {'; '.join(said)}; load "
-        f"average {min(loads):.1f} to {max(loads):.1f} (the ranks' own included).\n\n{commands}"
+        f"{min(dates)} to {max(dates)}; {'; '.join(said)}; load average {min(loads):.1f} to "
+        f"{max(loads):.1f} (the ranks' own included).\n\n{commands}"
     )
-
-
-def _parameters(r: Results) -> str:
-    counts = [c["parameters"] for c in r.cells if "parameters" in c]
-    return f"{counts[0] / 1e6:.2f} M " if counts else ""
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:.2f}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that may stand in one table: of one setting of the training, one number of ranks and of
+    them on a host, and one latency (seconds)."""
+
+    settings: dict[str, Any]
+    ranks: int
+    ranks_per_host: int
+    latency: float
+    cells: list[Record]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        hosts = self.ranks // self.ranks_per_host
+        on_hosts = f" on {hosts} hosts" if self.ranks_per_host > 1 else ""
+        latency = f", latency {format_seconds(self.latency)}" if self.latency else ""
+        return f"{self.ranks} ranks{on_hosts}{latency}"
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods, in the order of measurement."""
+        return list(dict.fromkeys(c["key"]["method"] for c in self.cells if "method" in c["key"]))
+
+    @property
+    def rates(self) -> list[str]:
+        """The links, fastest first."""
+        return sorted({c["key"]["rate"] for c in self.cells}, key=bits_per_second, reverse=True)
+
+    def find(self, kind: str, rate: str, method: str | None = None) -> list[Record]:
+        """Cells of a kind on a link; older records have several passes."""
+        wanted = {"kind": kind, "rate": rate} | ({"method": method} if method else {})
+        return [cell for cell in self.cells if wanted.items() <= cell["key"].items()]
+
+    def step_seconds(self, method: str, rate: str) -> float | None:
+        """Median step time over all passes."""
+        seconds = [s for cell in self.find("step", rate, method) for s in cell["step_seconds"]]
+        return statistics.median(seconds) if seconds else None
+
+
+def group(cells: Iterable[Record]) -> list[Group]:
+    """The groups of all cells, of every method with its last definition."""
+    cells = list(cells)
+    current = {c["key"]["method"]: c["key"]["definition"] for c in cells if "method" in c["key"]}
+    found: dict[str, Group] = {}
+    for cell in cells:
+        key = cell["key"]
+        if key.get("definition") != current.get(key.get("method")):
+            continue
+        about = key["settings"], key["ranks"], key.get("ranks_per_host", 1), key.get("latency", 0.0)
+        found.setdefault(json.dumps(about, sort_keys=True), Group(*about, [])).cells.append(cell)
+    return list(found.values())

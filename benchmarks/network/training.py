@@ -1,10 +1,17 @@
-"""One rank's real training of one method: model, sharding, optimizer, step."""
+"""One rank's real training of one method: model, sharding, optimizer, step.
+
+The dense methods communicate without gloo's waste. gloo's own reduce-scatter sends twice what it
+must; messages to each rank and a local sum do not. gloo's all-to-all posts every receive behind a
+send to the same rank, so the word that this rank is ready waits for the data that goes the same
+way: with 2 ranks one direction waits for the other. Messages whose receives are posted first
+(:func:`exchange`) use both directions.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
@@ -24,31 +32,11 @@ from tagc.collect.hosts import host_groups
 
 from ..gloo import clip, with_powersgd
 from . import ledger
-from .baselines import MessageAllGather, MessageReduceScatter
-from .methods import Method
+from .methods import Method, Settings
 
 # Thresholds and moments settle before anything is timed.
 _SETTLE_STEPS = 8
 _RATE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every method of a run shares.
-
-    Attributes:
-        width, layers, heads, context: of the byte-level GPT.
-        batch: sequences per rank and micro-batch.
-        micro_batches: backward passes per optimizer step. With a policy on hosts, gradients stay
-            inside the host except for the last one.
-    """
-
-    width: int = 320
-    layers: int = 8
-    heads: int = 5
-    context: int = 128
-    batch: int = 1
-    micro_batches: int = 1
 
 
 class Model(GPT):
@@ -77,66 +65,38 @@ class Trainer:
         self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.steps = 0
         torch.manual_seed(0)
-        model = Model(
-            GPTConfig(
-                width=settings.width,
-                layers=settings.layers,
-                heads=settings.heads,
-                context=settings.context,
-            )
-        )
+        sizes = ("width", "layers", "heads", "context")
+        model = Model(GPTConfig(**{name: getattr(settings, name) for name in sizes}))
         self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
-        self._sites = None
-        if method.apart and method.policy is not None:
-            self._sites = tagc.sites(self._model, self._optimizer, method.policy)
-
-    @property
-    def sites(self) -> tagc.Sites:
-        """The handle, if this rank is a site."""
-        assert self._sites is not None
-        return self._sites
-
-    @property
-    def every(self) -> int:
-        """Optimizer steps between two exchanges of this site."""
-        config = self.sites.plan().policy.sites
-        assert config is not None
-        return config.every
+        # Of a site: the handle, and the optimizer steps between two exchanges.
+        self.sites: Any = None
+        self.every = 0
+        self._compressor: tagc.Compressor | None = None
+        if method.policy is not None and method.apart:
+            self.sites = tagc.sites(self._model, self._optimizer, method.policy)
+            self.every = self.sites.plan().policy.sites.every
+        elif method.policy is not None:
+            self._compressor = tagc.compressor(self._model)
 
     @property
     def settle_steps(self) -> int:
         """Steps before this method's time and bytes are those of the long run."""
-        if self._sites is not None:
+        if self.sites is not None:
             # One exchange; the next ones are in the middle of the periods that are timed.
             return self.every + self.every // 2
-        compressor = self._compressor
-        warm_up = 0 if compressor is None else compressor.plan().warmup_steps
+        warm_up = self._compressor.plan().warmup_steps if self._compressor else 0
         return warm_up + _SETTLE_STEPS
 
     @property
-    def tagc_bytes(self) -> tuple[int, int] | None:
+    def tagc_bytes(self) -> dict[str, int]:
         """Bytes of gradients, and of parameters where a policy takes those from FSDP, that this
-        rank sent so far by tagc's own count; None without tagc."""
-        compressor = self._compressor
-        if compressor is None:
-            return None
-        metrics = compressor.metrics()
-        return metrics.wire_bytes, metrics.parameter_wire_bytes
-
-    @property
-    def _adds_up_inside(self) -> bool:
-        """Whether a micro-batch's gradients can wait inside the host."""
-        return (
-            self.method.policy is not None and self.method.ddp is None and self.ranks_per_host > 1
-        )
-
-    @property
-    def _compressor(self) -> tagc.Compressor | None:
-        if self.method.policy is None or self.method.apart:
-            return None
-        return tagc.compressor(self._model)
+        rank sent so far by tagc's own count; nothing without tagc."""
+        if self._compressor is None:
+            return {}
+        metrics = self._compressor.metrics()
+        return {"gradients": metrics.wire_bytes, "parameters": metrics.parameter_wire_bytes}
 
     def step_elsewhere(self, took: float) -> float:
         """A step as if a device had taken it in ``took`` seconds and left the cores idle: the
@@ -156,12 +116,12 @@ class Trainer:
             for step in range(s.micro_batches * self.steps, s.micro_batches * (self.steps + 1))
         ]
         waited, start = ledger.tally().seconds, time.perf_counter()
+        # A micro-batch's gradients can wait inside the host.
+        waits = self.method.policy is not None and self.ranks_per_host > 1
         for i, (tokens, targets) in enumerate(batches, start=1):
-            if s.micro_batches > 1 and self._adds_up_inside:
-                assert isinstance(self._model, FSDPModule)
+            if waits and isinstance(self._model, FSDPModule):
                 self._model.set_requires_all_reduce(i == s.micro_batches)
-            loss = self._model(tokens, targets) / s.micro_batches
-            loss.backward()
+            (self._model(tokens, targets) / s.micro_batches).backward()
         with ledger.direction(ledger.OTHER):
             clip(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -175,7 +135,16 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
     if method.apart:
         return model
     if method.ddp is not None:
-        return _replicate(model, method, mesh, ranks_per_host)
+        model = _replicate(model, method, mesh)
+    else:
+        _shard_blocks(model, method, mesh, ranks_per_host)
+    if method.policy is None:
+        return model
+    hosts = ranks_per_host if ranks_per_host > 1 else None
+    return tagc.wrap(model, method.policy, hosts=hosts)
+
+
+def _shard_blocks(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int) -> None:
     bf16 = torch.bfloat16 if method.mixed_precision else None
     for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
         precision = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
@@ -188,26 +157,14 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
                 module.set_custom_all_gather(MessageAllGather(wire, hosts))
                 if method.policy is None:
                     module.set_custom_reduce_scatter(MessageReduceScatter(wire, hosts))
-    if method.policy is None:
-        return model
-    return tagc.wrap(model, method.policy, hosts=_neighbours(ranks_per_host))
 
 
-def _neighbours(ranks_per_host: int) -> int | None:
-    return ranks_per_host if ranks_per_host > 1 else None
-
-
-def _replicate(
-    model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int
-) -> nn.Module:
-    group = mesh.get_group()
+def _replicate(model: nn.Module, method: Method, mesh: DeviceMesh) -> nn.Module:
     if method.ddp == "PowerSGD":
         return with_powersgd(model, rank=4, first=4)
-    replicated = DistributedDataParallel(model, process_group=group)
-    if method.policy is not None:
-        return tagc.wrap(replicated, method.policy, hosts=_neighbours(ranks_per_host))
+    replicated = DistributedDataParallel(model, process_group=mesh.get_group())
     if method.ddp == "bf16":
-        replicated.register_comm_hook(group, _in_bf16)
+        replicated.register_comm_hook(mesh.get_group(), _in_bf16)
     return replicated
 
 
@@ -224,3 +181,107 @@ def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:
     group = mesh.get_group()
     said = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
     return host_groups(group, ranks_per_host, torch.device("cpu"), said)
+
+
+# torch 2.13 renamed the former to the latter.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def exchange(
+    out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """An all-to-all by point-to-point messages, all receives posted before the first send.
+
+    Args:
+        out: what every rank of ``group`` sent to this one, contiguous each.
+        sent: what this rank sends to every one; may be the same tensor each time.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    works = [dist.irecv(out[other], group=group, group_src=other) for other in others]
+    works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+    out[rank].copy_(sent[rank])
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+class _Messages:
+    """What both directions have.
+
+    Args:
+        wire: dtype that travels.
+        hosts: work in two levels, inside a host and between hosts.
+    """
+
+    def __init__(self, wire: torch.dtype, hosts: HostGroups | None = None) -> None:
+        self._wire, self._hosts = wire, hosts
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class MessageReduceScatter(_Messages, ReduceScatter):
+    """Reduce-scatter (AVG or SUM) by messages and a sum in fp32 on the owner; on hosts, added up
+    inside the host first, then sent to one rank of each other host."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise RuntimeError(f"this reduce-scatter averages or sums, it cannot do {op}")
+        sent = input_tensor.to(self._wire).view(group.size(), -1)
+        if self._hosts is not None:
+            sent, group = self._add_inside(sent, self._hosts), self._hosts.across
+        received = torch.empty_like(sent)
+        exchange(received.unbind(), sent.unbind(), group)
+        total = received.sum(0, dtype=torch.float32)
+        if op == dist.ReduceOp.AVG:
+            total /= input_tensor.numel() // output_tensor.numel()
+        output_tensor.copy_(total)
+
+    def _add_inside(self, sent: Tensor, hosts: HostGroups) -> Tensor:
+        """The host's sums ``[H, S]`` of the rows for the ranks with this place on each host."""
+        R = hosts.inside.size()
+        by_place = sent.view(-1, R, sent.shape[1]).transpose(0, 1).contiguous()
+        received = torch.empty_like(by_place)
+        exchange(received.unbind(), by_place.unbind(), hosts.inside)
+        return received.sum(0, dtype=torch.float32).to(self._wire)
+
+
+class MessageAllGather(_Messages, AllGather):
+    """All-gather of fp32 parameters by messages. Every rank computes in fp32 with parameters that
+    were rounded to ``wire``, its own, too, so that all ranks agree. On hosts, a rank sends to one
+    rank of each other host, and inside the host what came."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        # The input is a part of the output, so it is copied even where nothing is cast.
+        sent = input_tensor.to(self._wire, copy=True)
+        rows = torch.empty_like(output_tensor, dtype=self._wire).view(group.size(), -1)
+        with ledger.direction(ledger.PARAMETERS):
+            if self._hosts is None:
+                exchange(rows.unbind(), [sent] * group.size(), group)
+            else:
+                self._in_levels(rows, sent, self._hosts)
+        output_tensor.copy_(rows.view(-1))
+
+    @staticmethod
+    def _in_levels(rows: Tensor, sent: Tensor, hosts: HostGroups) -> None:
+        by_host = rows.view(hosts.across.size(), hosts.inside.size(), -1)
+        own = hosts.inside.rank()
+        exchange(by_host[:, own].unbind(), [sent] * len(by_host), hosts.across)
+        for of_host in by_host:
+            exchange(of_host.unbind(), [of_host[own]] * len(of_host), hosts.inside)

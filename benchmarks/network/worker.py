@@ -1,187 +1,243 @@
-"""One rank: answers commands, a JSON line each, until its input closes.
+"""One rank of a run: it trains all methods, on one link after the other, and measures.
 
-It lives through all cells of a run, since starting it costs seconds. Commands come on stdin and
-answers go to what was stdout; anything that a library prints goes to stderr.
+It lives through all cells of a run, since starting it costs seconds. All ranks know the same cells,
+so they choose the same next one; the first one writes them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
+import argparse
 import os
-import signal
+import platform
 import statistics
 import sys
 import time
-import traceback
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.text import load_corpus
+from tagc.plan.sites import exchange_bytes
+
+from ..records import Record, Results, machine
 from . import ledger
+from .launch import UNLIMITED, bits_per_second, label, limit, sent_bytes
+from .methods import ALONE, Method, cell_key, keys
+from .training import Trainer, all_gather, exchange
 
-# Before torch's users bind the collectives by name.
-ledger.install()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-
-from examples.text import load_corpus  # noqa: E402
-from tagc.plan.sites import exchange_bytes  # noqa: E402
-
-from .baselines import all_gather, exchange  # noqa: E402
-from .methods import ALONE, resolve  # noqa: E402
-from .namespaces import INTERFACE  # noqa: E402
-from .training import Settings, Trainer  # noqa: E402
-
-_COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
-_PR_SET_PDEATHSIG = 1
+# After a change of rate, TCP and tc need a step to forget the old one.
+_WARM_UP = 1
+_LEAST_STEPS = 3
+# The timed steps of a cell should take no longer than this.
+_CELL_SECONDS = 15.0
+# In which each site exchanges once, and as often trains without.
+_PERIODS = 4
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS = 20, 30
 
 
-class Worker:
-    """The commands, by the names of the methods; keyword arguments in, JSON out."""
+def measure(args: argparse.Namespace) -> None:
+    """As one of the ranks, measure every cell that the file does not have."""
+    ledger.install()
+    _Rank(args).measure()
 
-    def __init__(self, settings: Settings, timeout: float) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+
+class _Rank:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._ranks = dist.get_world_size()
+        self._results = Results(args.json, "key", {"suite": "network"})
         self._mesh = init_device_mesh("cpu", (self._ranks,))
-        self._settings = settings
         self._corpus = load_corpus()
         self._trainers: dict[str, Trainer] = {}
-
-    def ready(self) -> dict[str, Any]:
-        """All ranks have met."""
-        dist.barrier()
+        self._rate = UNLIMITED
         congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-        return {"threads": torch.get_num_threads(), "congestion_control": congestion}
+        self._facts = machine() | {
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "command": args.command,
+            "congestion_control": congestion,
+        }
+        dist.barrier()  # all have read the file before anyone writes
 
-    def link(self, payload: int) -> dict[str, Any]:
-        """Latency of 4-byte collectives (seconds) and rate of one that sends ``payload`` bytes
-        a rank (bits per second, payload only), on this rank: the median latency, and the rate over
-        several, as gloo's collectives use both directions of a link at one time and not at another.
+    def measure(self) -> None:
+        missing = [(k, m) for k, m in keys(self._args, self._ranks) if not self._results.get(k)]
+        # Before the first limit: it is not measured, so it need not wait for a slow link.
+        for method in dict.fromkeys(m for _, m in missing if m is not None):
+            self._settle(method)
+        for key, method in missing:
+            rate = key["rate"]
+            self._limit(rate)
+            if method is None:
+                numbers = self._link()
+                about = f"{numbers['exchange_rate'] / 1e6:.0f} Mbit/s"
+            elif method.apart:
+                numbers = self._sites(method)
+                ratio = statistics.median(b / a for a, b in numbers["period_seconds"])
+                about = f"{ratio:.1%} of the steps without exchange"
+            else:
+                numbers = self._steps(rate, method)
+                about = f"{statistics.median(numbers['step_seconds']):.3f} s a step"
+            if method is not None:
+                numbers["about"] = method.about
+            load = {"load": os.getloadavg()[0]}
+            self._results.add(key, self._facts | load | numbers, write=dist.get_rank() == 0)
+            if dist.get_rank() == 0:
+                name = "messages" if method is None else method.name
+                print(self._ranks, "ranks", label(rate), name, about, file=sys.stderr, flush=True)
 
-        ``exchange`` is what the link can do, by messages with the receives posted first.
-        """
-        large = max(1, payload // 4 // (self._ranks - 1))
-        bits = 8 * 4 * large * (self._ranks - 1)
-        measured = {}
-        for name, collective in _PROBES.items():
-            measured[f"{name}_latency"] = statistics.median(
-                _seconds(collective, 1, _LATENCY_REPEATS)
-            )
-            measured[f"{name}_rate"] = bits / statistics.fmean(
-                _seconds(collective, large, _BANDWIDTH_REPEATS)
-            )
-        return measured
+    def _limit(self, rate: str) -> None:
+        dist.barrier()
+        if rate != self._rate and os.environ["LOCAL_RANK"] == "0":
+            limit(rate)
+        self._rate = rate
+        dist.barrier()
 
-    def settle(self, method: str) -> dict[str, Any]:
-        """Train a method until its steps are those of the long run."""
+    def _of_all(self, mine: Record) -> list[Record]:
+        answers: list[Any] = [None] * self._ranks
+        dist.all_gather_object(answers, mine)
+        return answers
+
+    def _link(self) -> Record:
+        """Latency of 4-byte collectives (seconds), and rate of one as large as a block's (bits per
+        second, payload only): the median latency, and the rate over several, as gloo's collectives
+        use both directions of a link at one time and not at another. ``exchange`` is what the link
+        can do, by messages with the receives posted first. A collective is as slow as its slowest
+        rank."""
+        large = 12 * self._args.settings.width**2 // self._ranks
+        mine = {}
+        for name, collective in (("all_gather", _all_gather), ("exchange", _exchange)):
+            latency = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
+            seconds = statistics.fmean(_seconds(collective, large, _BANDWIDTH_REPEATS))
+            mine[f"{name}_latency"] = latency
+            mine[f"{name}_rate"] = 8 * 4 * large * (self._ranks - 1) / seconds
+        answers = self._of_all(mine)
+        return {
+            name: (min if name.endswith("rate") else max)(a[name] for a in answers) for name in mine
+        }
+
+    def _settle(self, method: Method) -> None:
+        """Train until the steps are those of the long run."""
         trainer = self._trainer(method)
         while trainer.steps < trainer.settle_steps:
             trainer.step()
         dist.barrier()
-        return {"steps": trainer.steps, "parameters": trainer.parameters}
 
-    def time(self, method: str, warm_up: int, steps: int) -> dict[str, Any]:
-        """Time steps and count what they send, on this rank; seconds a step in order. The kernel's
-        bytes, and tagc's beside them, are those of its whole host."""
+    def _steps(self, rate: str, method: Method) -> Record:
+        """Timed steps, and what they send: of a step's seconds the slowest rank's, of the rest the
+        mean. The kernel's bytes, and tagc's beside them, are those of a whole host."""
+        if method.measures_link:
+            # It is made on the link, and settles without waiting for it.
+            self._trainers.pop(method.name, None)
+            self._trainer(method)
+            self._limit(UNLIMITED)
+            self._settle(method)
+            self._limit(rate)
         trainer = self._trainer(method)
-        for _ in range(warm_up):
+        for _ in range(_WARM_UP):
             trainer.step()
+        most = int(_CELL_SECONDS / self._expected_seconds(rate, method))
+        count = max(_LEAST_STEPS, min(self._args.steps, most))
         counted, sent = trainer.tagc_bytes, _sent()
-        tally = ledger.reset()
-        took = [trainer.step() for _ in range(steps)]
+        tally = ledger.tally(reset=True)
+        took = [trainer.step() for _ in range(count)]
         # All of this rank's bytes have left once the others have what they waited for.
-        after = trainer.tagc_bytes
-        return {
-            "step_seconds": [seconds for seconds, _ in took],
-            "communication_seconds": [waited for _, waited in took],
-            "kernel_bytes": (_sent() - sent) / steps,
-            "tagc_bytes": (
-                None
-                if counted is None or after is None
-                else [
-                    trainer.ranks_per_host * (b - a) / steps
-                    for a, b in zip(counted, after, strict=True)
-                ]
-            ),
-            "payload_bytes": {k: v / steps for k, v in tally.payload.items()},
-            "collectives": {k: v / steps for k, v in tally.counts.items()},
-            "parameters": trainer.parameters,
+        kernel = (_sent() - sent) / count
+        ours = {
+            name: trainer.ranks_per_host * (after - counted[name]) / count
+            for name, after in trainer.tagc_bytes.items()
         }
+        answers = self._of_all({"took": took, "kernel": kernel, "tagc": ours})
+        turns = [*zip(*(a["took"] for a in answers), strict=True)]
+        return {
+            "step_seconds": [max(seconds for seconds, _ in turn) for turn in turns],
+            "communication_seconds": [statistics.fmean(w for _, w in turn) for turn in turns],
+            "compute_seconds": statistics.median(
+                statistics.fmean(seconds - waited for seconds, waited in turn) for turn in turns
+            ),
+            "kernel_bytes": statistics.fmean(a["kernel"] for a in answers),
+            "tagc_bytes": {
+                name: statistics.fmean(a["tagc"][name] for a in answers) for name in ours
+            } or None,
+            "payload_bytes": {k: v / count for k, v in tally.payload.items()},
+            "collectives": {k: v / count for k, v in tally.counts.items()},
+            "parameters": trainer.parameters,
+        }  # fmt: skip
 
-    def beside(self, method: str, periods: int, step_time: float | None) -> dict[str, Any]:
-        """Time this rank as a site, in turns with as many steps without any exchange. A period is
-        from the middle between two exchanges to the middle between the next two. ``step_time``: see
-        :meth:`Trainer.step_elsewhere`; None computes the steps here."""
-        sites, alone = self._trainer(method), self._trainer(ALONE.name)
+    def _expected_seconds(self, rate: str, method: Method) -> float:
+        unlimited = self._results.get(cell_key(self._args, self._ranks, UNLIMITED, method))
+        if unlimited is None:
+            return 1.0
+        seconds = statistics.median(unlimited["step_seconds"])
+        return seconds + 8 * unlimited["kernel_bytes"] / bits_per_second(rate)
+
+    def _sites(self, method: Method) -> Record:
+        """Steps as a site, in turns with as many without any exchange. A period is from the middle
+        between two exchanges to the middle between the next two. Of its seconds (with the exchange,
+        and without) the slowest rank's, of the rest the mean."""
+        sites, alone = self._trainer(method), self._trainer(ALONE)
         while alone.steps < alone.settle_steps:
             alone.step()
         every, handle = sites.every, sites.sites
         took, before, kernel = [], handle.metrics(), 0
-        for _ in range(periods):
-            without = self._together(alone, every, step_time)
+        for _ in range(_PERIODS):
+            without = self._together(alone, every)
             sent = _sent()
-            took.append([self._together(sites, every, step_time), without])
+            took.append((self._together(sites, every), without))
             kernel += _sent() - sent
-        after, plan = handle.metrics(), handle.plan()
-        steps = periods * every
-        return {
-            "period_seconds": took,
-            "every": every,
+        after, plan, steps = handle.metrics(), handle.plan(), _PERIODS * every
+        mine = {
             "kernel_bytes": kernel / steps,
             "plan_bytes": exchange_bytes(plan.units) / every,
             "sent_bytes": (after.wire_bytes - before.wire_bytes) / steps,
             "waited_seconds": (after.wait_seconds - before.wait_seconds) / steps,
             "waited_exchanges": after.waited - before.waited,
             "exchanges": after.exchanges - before.exchanges,
+        }
+        answers = self._of_all({"took": took, **mine})
+        periods = zip(*(a["took"] for a in answers), strict=True)
+        return {name: statistics.fmean(a[name] for a in answers) for name in mine} | {
+            "every": every,
             "parameters": sites.parameters,
+            "period_seconds": [[max(t) for t in zip(*ranks, strict=True)] for ranks in periods],
         }
 
-    def _together(self, trainer: Trainer, steps: int, step_time: float | None) -> float:
+    def _together(self, trainer: Trainer, steps: int) -> float:
         """Seconds of this rank's steps, begun when all ranks have come here."""
         dist.barrier()
-        if step_time is None:
+        elsewhere = self._args.step_time
+        if elsewhere is None:
             return sum(trainer.step()[0] for _ in range(steps))
-        return sum(trainer.step_elsewhere(step_time) for _ in range(steps))
+        return sum(trainer.step_elsewhere(elsewhere) for _ in range(steps))
 
-    def begin(self, method: str) -> dict[str, Any]:
-        """Make a method anew, on the link as it is now."""
-        self._trainers.pop(method, None)
-        self._trainer(method)
-        return {}
-
-    def _trainer(self, method: str) -> Trainer:
-        if method not in self._trainers:
-            found = ALONE if method == ALONE.name else resolve(method)
-            made = Trainer(found, self._settings, self._mesh, self._corpus)
-            self._trainers[method] = made
-        return self._trainers[method]
+    def _trainer(self, method: Method) -> Trainer:
+        if method.name not in self._trainers:
+            trainer = Trainer(method, self._args.settings, self._mesh, self._corpus)
+            self._trainers[method.name] = trainer
+        return self._trainers[method.name]
 
 
 def _sent() -> int:
-    """Bytes that the kernel counted on this rank's interface, all ranks being at this point."""
+    """Bytes that the kernel counted on this host's interface, all ranks being at this point."""
     dist.barrier()
-    return int(_COUNTER.read_text())
+    return sent_bytes()
 
 
-def _all_gather(out: torch.Tensor, sent: torch.Tensor) -> None:
-    all_gather(out, sent[: sent.numel() // dist.get_world_size()])
+def _all_gather(out: Tensor, sent: Tensor) -> None:
+    all_gather(out.view(-1), sent[0])
 
 
-def _exchange(out: torch.Tensor, sent: torch.Tensor) -> None:
-    ranks = dist.get_world_size()
-    exchange(out.view(ranks, -1).unbind(), sent.view(ranks, -1).unbind())
+def _exchange(out: Tensor, sent: Tensor) -> None:
+    exchange(out.unbind(), sent.unbind())
 
 
-_PROBES = {"all_gather": _all_gather, "exchange": _exchange}
-
-
-def _seconds(collective: Any, numel: int, repeats: int) -> list[float]:
+def _seconds(collective: Callable[[Tensor, Tensor], None], numel: int, repeats: int) -> list[float]:
     """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
-    sent, out = torch.zeros(2, numel * dist.get_world_size())
+    sent, out = torch.zeros(2, dist.get_world_size(), numel)
     seconds = []
     for _ in range(repeats + 1):
         dist.barrier()
@@ -189,31 +245,3 @@ def _seconds(collective: Any, numel: int, repeats: int) -> list[float]:
         collective(out, sent)
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
-
-
-def main() -> None:
-    """Serve: the first line is the settings, each further one a command."""
-    # A killed orchestrator must not leave ranks behind, even in the middle of a collective.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its ranks
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    try:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        start = json.loads(sys.stdin.readline())
-        worker = Worker(Settings(**start["settings"]), start["timeout"])
-        for line in sys.stdin:
-            command = json.loads(line)
-            answer(getattr(worker, command.pop("do"))(**command))
-    except Exception:
-        answer({"error": traceback.format_exc()})
-        raise SystemExit(1) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -8,14 +8,6 @@ Four comparisons, which share one training loop; the first three run on CPUs, ov
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
 * ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
-
-| file | idea |
-|---|---|
-| ``methods.py``, ``settings.py`` | what is compared; model, recipe and settings |
-| ``training.py``, ``optimizers.py`` | one run, as each of its ranks does it |
-| ``runs.py`` | which runs to make, and the file that keeps them |
-| ``gpu.py`` | the comparison ``gpu`` |
-| ``report.py``, ``intervals.py`` | tables and plots from the records alone |
 """
 
 from __future__ import annotations
@@ -23,18 +15,29 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import tagc
 
-from ..machine import machine
-from ..options import add_outputs
-from . import gpu
-from .methods import LINES, METHODS, QUICK, Method
-from .report import plots, table
-from .runs import Comparison, Listed, Pairs, Results, Sweep, make
-from .settings import NANO, NANO_RECIPE, SETTINGS, Run, Shape
+from ..records import Record, add_outputs
+from .report import table
+from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
+from .settings import (
+    GPT2,
+    LINES,
+    METHODS,
+    NANO,
+    NANO_RECIPE,
+    QUICK,
+    SETTINGS,
+    Method,
+    Run,
+    Shape,
+    method_of,
+)
 
-__all__ = ["about", "add_arguments", "plots", "run", "table"]
+__all__ = ["about", "add_arguments", "run", "table"]
 
 about = "training loss with each codec, feedback and policy, on real ranks"
 
@@ -42,78 +45,62 @@ about = "training loss with each codec, feedback and policy, on real ranks"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     comparisons = parser.add_subparsers(dest="comparison", required=True, metavar="COMPARISON")
-    _sweep_arguments(comparisons.add_parser("sweep", help="each method at its best learning rate"))
-    _paired_arguments(comparisons.add_parser("paired", help="seed by seed, at dense's best rate"))
-    _untuned_arguments(comparisons.add_parser("untuned", help="policies at dense's own settings"))
-    shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
-    gpu.add_arguments(shared)
-    add_outputs(shared, "runs/quality.jsonl", plots=False)
 
-
-def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    sweep = comparisons.add_parser("sweep", help="each method at its best learning rate")
+    add = sweep.add_argument
     add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
-    add("--methods", help="names from benchmarks/quality/methods.py, separated by ';'")
+    add("--methods", help="names as in benchmarks/quality/settings.py, separated by ';'")
     add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
     add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")
     add("--width", type=int, default=128, help="width of the model, a multiple of 32")
     add("--layers", type=int, default=4, help="layers of the model")
     add("--max-rates", type=int, default=6, help="try at most this many rates for a method")
-    add_outputs(parser, "runs/quality.jsonl")
 
-
-def _paired_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    paired = comparisons.add_parser("paired", help="seed by seed, at dense's best rate")
+    add = paired.add_argument
     add("--settings", help=f"separated by ';', from: {'; '.join(SETTINGS)}")
-    add("--lines", help=f"separated by ';', from: {'; '.join(LINES)}")
+    add("--lines", help=f"separated by ';': 'sites, every 32, 4 bits', or: {'; '.join(LINES)}")
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
-    add_outputs(parser, "runs/quality.jsonl", plots=False)
 
-
-def _untuned_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    untuned = comparisons.add_parser("untuned", help="policies at dense's own settings")
+    add = untuned.add_argument
     add("--policies", default=",".join(tagc.policies()), help="names or files, with commas")
     add("--seeds", type=int, default=3, help="runs of each policy (default: %(default)s)")
-    how = parser.add_mutually_exclusive_group()
+    how = untuned.add_mutually_exclusive_group()
     how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
-    add_outputs(parser, "runs/quality.jsonl", plots=False)
+
+    shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
+    add = shared.add_argument
+    add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
+    add("--policies", nargs="+", default=GPU, metavar="POLICY", help="%(default)s")
+    add("--seconds", type=float, default=570, help="for everything (default: %(default)s)")
+    add("--steps", type=int, help="of every line, whatever time that takes")
+    add("--seeds", type=int, default=1, help="runs of each line (default: %(default)s)")
+    add("--batch", type=int, default=GPT2.batch, help="sequences a rank (default: %(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
+    for comparison in (sweep, paired, untuned, shared):
+        add_outputs(comparison, "runs/quality.jsonl", plots=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Make the runs that are missing, print the table."""
-    try:
-        if args.comparison == "gpu":
-            print("\n" + table(gpu.run(args)))
-            return 0
-        comparison = _COMPARISONS[args.comparison](args)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    facts = {"suite": "quality", "comparison": args.comparison} | machine()
-    try:
-        make(comparison, args.json, facts)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-    records = Results(args.json, facts).records
-    if not records:
-        return 130
-    print("\n" + table(records))
-    if getattr(args, "plots", None):
-        for file in plots(records, args.plots):
-            print(f"wrote {file}")
-    return 0
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing."""
+    if args.comparison == "gpu":
+        on_gpu(args)
+    else:
+        runs = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}[args.comparison](args)
+        try:
+            make(args.comparison, runs, args.json)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on", file=sys.stderr)
+    return results_of(args.comparison, args.json).records
 
 
-def _chosen(asked: str | None, known: dict, default: tuple[str, ...] = ()) -> list[str]:
-    """Names in a list separated by ``;``; all without one.
-
-    Raises:
-        ValueError: for a name that is not known.
-    """
-    names = [name.strip() for name in asked.split(";")] if asked else list(default or known)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(known)}")
+def _names(asked: str | None, default: tuple[str, ...]) -> list[str]:
+    """Names in a list separated by ``;``, whose methods must be known."""
+    names = [name.strip() for name in asked.split(";")] if asked else list(default)
+    for name in names:
+        method_of(name)
     return names
 
 
@@ -121,17 +108,13 @@ def _sweep(args: argparse.Namespace) -> Comparison:
     if args.quick:
         args.steps, args.seeds, args.max_rates = [100], 1, 3
         args.width, args.layers = 64, 2
-    names = _chosen(args.methods, METHODS, QUICK if args.quick else ())
     if args.width % 32:
         raise ValueError(f"--width {args.width}: not a multiple of 32")
-    return Sweep(
-        methods=[METHODS[name] for name in names],
-        shape=Shape(
-            width=args.width,
-            heads=args.width // 32,
-            layers=args.layers,
-            ranks=2 if args.quick else 4,
-        ),
+    shape = Shape(width=args.width, heads=args.width // 32, layers=args.layers)
+    return partial(
+        sweep_runs,
+        methods=_names(args.methods, QUICK if args.quick else METHODS),
+        shape=replace(shape, ranks=2) if args.quick else shape,
         steps=args.steps,
         seeds=args.seeds,
         max_rates=args.max_rates,
@@ -139,16 +122,21 @@ def _sweep(args: argparse.Namespace) -> Comparison:
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
-    return Pairs(
-        settings=[SETTINGS[name] for name in _chosen(args.settings, SETTINGS)],
-        lines=_chosen(args.lines, LINES),
+    names = [name.strip() for name in args.settings.split(";")] if args.settings else SETTINGS
+    if unknown := [name for name in names if name not in SETTINGS]:
+        raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(SETTINGS)}")
+    return partial(
+        paired_runs,
+        settings=[SETTINGS[name] for name in names],
+        lines=_names(args.lines, tuple(LINES)),
         kept=not args.rates_not_kept,
     )
 
 
 def _untuned(args: argparse.Namespace) -> Comparison:
     names = dict.fromkeys(["dense", *args.policies.split(",")])
-    return Listed(runs=[_untuned_run(n, s, args) for s in range(args.seeds) for n in names])
+    runs = [_untuned_run(n, s, args) for s in range(args.seeds) for n in names]
+    return partial(listed_runs, runs=runs)
 
 
 def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
@@ -163,6 +151,3 @@ def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
         seed=seed,
         recipe=replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense),
     )
-
-
-_COMPARISONS = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}

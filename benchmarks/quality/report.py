@@ -1,4 +1,4 @@
-"""Tables and plots of training losses, from the records alone.
+"""Tables of training losses, from the records alone.
 
 Records name their methods, so those of methods that no longer exist are shown, too.
 """
@@ -8,159 +8,78 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
-from . import gpu
-from .intervals import difference
-from .methods import DENSE, LINES
-from .settings import SETTINGS
+from .settings import DENSE, LINES, SETTINGS
 
 _DENSE = "dense"
 
 
 def table(records: Sequence[Record]) -> str:
     """The tables of all comparisons that have records."""
-    made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
-    made["gpu"] = gpu.table
+    made = {
+        "sweep": _sweep_table,
+        "paired": _paired_table,
+        "untuned": _untuned_table,
+        "gpu": _gpu_table,
+    }
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 
 
-def plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Of a sweep: loss against bits per element, and loss against steps. Of the others none."""
-    settings = _by_setting([r for r in records if r["comparison"] == "sweep"])
-    if not settings:
-        return []
-    bits, steps = [], []
-    for title, mine in settings.items():
-        found = _bests(mine)
-        bits.append(
-            Panel(
-                title=title,
-                x="bits per compressed element",
-                y="validation loss (nats per byte)",
-                curves=[Curve(label=b.name, x=[b.bits], y=[b.loss]) for b in found],
-                log="x",
-            )
-        )
-        steps.append(
-            Panel(
-                title=title,
-                x="steps",
-                y="validation loss (nats per byte)",
-                curves=[_curve(best) for best in sorted(found, key=lambda b: b.loss)],
-            )
-        )
-    return [
-        draw(bits, folder / "convergence-bits.png"),
-        draw(steps, folder / "convergence-steps.png"),
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """A method at its best learning rate.
-
-    Attributes:
-        records: one per seed, at that rate.
-        rates: all that were tried on the first seed.
-    """
-
-    name: str
-    rate: float
-    rates: tuple[float, ...]
-    records: tuple[Record, ...]
-
-    @property
-    def loss(self) -> float:
-        """Mean over seeds."""
-        return statistics.fmean(r["loss"] for r in self.records)
-
-    @property
-    def bits(self) -> float:
-        """Per compressed element."""
-        return self.records[0]["bits"]
-
-    @property
-    def at_an_end(self) -> bool:
-        """Whether the sweep ended before it found a rate between two worse ones."""
-        return self.rate in (self.rates[0], self.rates[-1])
-
-
-def _curve(best: Best) -> Curve:
-    losses = best.records[0]["losses"]
-    # The first part is alike for all methods, and would hide the rest.
-    steps, values = [*map(int, losses)][1:], [*losses.values()][1:]
-    style = {"ls": "--"} if best.name == _DENSE else {}
-    return Curve(label=best.name, x=steps, y=values, style=style)
-
-
 def _sweep_table(records: Sequence[Record]) -> str:
-    """One table for each model and length of training."""
+    """One table for each model and length of training: every method at the rate with the least loss
+    of the first seed. A star marks the first or the last rate that was tried."""
     head = ["method", "bits", "of parameters", "rate", "loss", "range", "seeds", "to dense"]
     parts = []
     for title, mine in _by_setting(records).items():
-        found = _bests(mine)
-        dense = next((best for best in found if best.name == _DENSE), None)
+        best: dict[str, list[Record]] = {}
+        tried: dict[str, list[float]] = {}
+        for name in dict.fromkeys(r["method"] for r in mine):
+            swept = [r for r in mine if r["method"] == name and r["run"]["seed"] == 0]
+            finished = [r for r in swept if r["loss"] is not None]
+            if finished:
+                rate = min(finished, key=lambda r: r["loss"])["run"]["rate"]
+                tried[name] = [r["run"]["rate"] for r in swept]
+                at_rate = [r for r in mine if r["method"] == name and r["run"]["rate"] == rate]
+                best[name] = [r for r in at_rate if r["loss"] is not None]
+        dense = _by_seed(best.get(_DENSE, []))
         rows = []
-        for best in sorted(found, key=lambda b: (-b.bits, b.loss)):
-            losses = [r["loss"] for r in best.records]
-            parameters = best.records[0].get("parameter_bits")
-            rows.append(
-                [
-                    best.name,
-                    f"{best.bits:.2f}",
-                    "" if parameters is None else f"{parameters:.2f}",
-                    f"{best.rate:g}{'*' if best.at_an_end else ''}",
-                    f"{best.loss:.4f}",
-                    f"{max(losses) - min(losses):.4f}" if len(losses) > 1 else "",
-                    len(losses),
-                    _gap(best, dense),
-                ]
-            )
-        parts.append(f"{title}\n\n" + markdown(head, rows))
+        for name, found in best.items():
+            losses, rate = _by_seed(found), found[0]["run"]["rate"]
+            parameters, mean = found[0].get("parameter_bits"), statistics.fmean(losses.values())
+            seeds = losses.keys() & dense.keys() if name != _DENSE else ()
+            gap = sum(losses[s] for s in seeds) / sum(dense[s] for s in seeds) - 1 if seeds else 0
+            row = [
+                name,
+                f"{found[0]['bits']:.2f}",
+                "" if parameters is None else f"{parameters:.2f}",
+                f"{rate:g}{'*' if rate in (min(tried[name]), max(tried[name])) else ''}",
+                f"{mean:.4f}",
+                f"{max(losses.values()) - min(losses.values()):.4f}" if len(losses) > 1 else "",
+                len(losses),
+                f"{gap:+.2%}" if seeds else "",
+            ]
+            rows.append((-found[0]["bits"], mean, row))
+        rows.sort(key=lambda row: row[:2])
+        parts.append(f"{title}\n\n" + markdown(head, (row for *_, row in rows)))
     return "\n\n".join(parts)
 
 
-def _by_setting(records: Sequence[Record]) -> dict[str, list[Record]]:
+def _by_setting(records: Sequence[Record], unit: str = "bytes") -> dict[str, list[Record]]:
     """Records that may be compared, by a title."""
     found: dict[str, list[Record]] = {}
     for r in sorted(records, key=lambda r: (r["parameters"], r["run"]["ranks"], r["run"]["steps"])):
         run = r["run"]
         title = (
             f"{r['parameters'] / 1e6:.2f} M parameters, {run['ranks']} ranks of {run['batch']} × "
-            f"{run['context']} bytes, {run['steps']} steps"
+            f"{run['context']} {unit}, {run['steps']} steps"
         )
+        title += f", seed {run['seed']}; {r['text']}" if "text" in r else ""
         found.setdefault(title, []).append(r)
     return found
-
-
-def _bests(records: Sequence[Record]) -> list[Best]:
-    """Every method at the rate with the least loss of the first seed."""
-    found = []
-    for name in dict.fromkeys(r["method"] for r in records):
-        mine = [r for r in records if r["method"] == name]
-        swept = {r["run"]["rate"]: r["loss"] for r in mine if r["run"]["seed"] == 0}
-        finished = {rate: loss for rate, loss in swept.items() if loss is not None}
-        if not finished:
-            continue
-        rate = min(finished, key=lambda rate: finished[rate])
-        at_rate = [r for r in mine if r["run"]["rate"] == rate and r["loss"] is not None]
-        found.append(Best(name=name, rate=rate, rates=tuple(sorted(swept)), records=tuple(at_rate)))
-    return found
-
-
-def _gap(best: Best, dense: Best | None) -> str:
-    """Over the seeds that both have."""
-    if dense is None or best is dense:
-        return ""
-    losses, reference = (_by_seed(b.records) for b in (best, dense))
-    seeds = losses.keys() & reference.keys()
-    return f"{sum(losses[s] for s in seeds) / sum(reference[s] for s in seeds) - 1:+.2%}"
 
 
 def _by_seed(records: Sequence[Record]) -> dict[int, float]:
@@ -193,7 +112,10 @@ def _paired_table(records: Sequence[Record]) -> str:
         about = [settings.get(key, "other"), f"{tokens:,}", run["steps"], f"{run['rate']:g}"]
         mean = statistics.fmean(dense.values())
         rows.append([*about, _DENSE, f"{mean:.4f} ({len(dense)})"])
-        lines: dict[str, list[Record]] = {name: [] for name in _in_order(LINES)}
+        # A line without kept rates comes right behind the same with them.
+        lines: dict[str, list[Record]] = {
+            name + kept: [] for name in LINES for kept in ("", ", rates not kept")
+        }
         for r in mine:
             method: str = r["method"]
             name = names.get(method, method.removeprefix("dense, "))
@@ -206,11 +128,6 @@ def _paired_table(records: Sequence[Record]) -> str:
                 equal = "= " if gap.is_zero and gap.pairs > 1 else ""
                 rows.append(["", "", "", "", name, f"{equal}{gap}"])
     return markdown(["setting", "tokens a step", "steps", "rate", "line", "to dense"], rows)
-
-
-def _in_order(lines: dict[str, str]) -> list[str]:
-    """A line without kept rates comes right behind the same with them."""
-    return [name + kept for name in lines for kept in ("", ", rates not kept")]
 
 
 def _setting_key(run: Record) -> str:
@@ -252,3 +169,64 @@ def _norm_ratio(record: Record, dense: Record) -> float:
     """Mean norm of the gradients to dense's, in the second half of the steps, past any warm-up."""
     half = len(record["norms"]) // 2
     return statistics.fmean(record["norms"][half:]) / statistics.fmean(dense["norms"][half:])
+
+
+def _gpu_table(records: Sequence[Record]) -> str:
+    """A column for each line: losses by step, and how far they are from dense's."""
+    parts = []
+    for title, found in _by_setting(records, "tokens").items():
+        mine = {r["method"]: r for r in found}
+        dense = mine.get(DENSE.name, {"losses": {}, "loss": None})
+        bits = ([r["bits"], r.get("parameter_bits")] for r in mine.values())
+        shown = (", ".join(f"{b:.2f}" for b in both if b is not None) for both in bits)
+        rows: list[list[object]] = [["bits", *shown]]
+        for step in found[0]["losses"]:
+            losses = [r["losses"].get(step) for r in mine.values()]
+            rows.append([step, *(_beside(loss, dense["losses"].get(step)) for loss in losses)])
+        rows.append(["end", *(_beside(r["loss"], dense["loss"]) for r in mine.values())])
+        rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
+        parts.append(f"{title}\n\n" + markdown(["step", *mine], rows))
+    return "\n\n".join(parts)
+
+
+def _beside(loss: float | None, dense: float | None) -> str:
+    if loss is None or dense is None:
+        return "-" if loss is None else f"{loss:.4f}"
+    return f"{loss:.4f}" if loss == dense else f"{loss:.4f} ({loss / dense - 1:+.2%})"
+
+
+# Student's t, two-sided 95%, by degrees of freedom; 1.96 at last.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+      2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its interval (infinite for one pair), of ``pairs``."""
+
+    mean: float
+    half: float
+    pairs: int
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether zero lies in it."""
+        return math.isfinite(self.mean) and abs(self.mean) <= self.half
+
+    def __str__(self) -> str:
+        if self.pairs == 1:
+            return f"{self.mean:+.2%} (1)"
+        return f"{self.mean:+.2%} ± {self.half * 100:.2f} ({self.pairs})"
+
+
+def difference(losses: Mapping[int, float], dense: Mapping[int, float]) -> Interval | None:
+    """Of losses by seed, relative to dense's of the same seed; None without a pair. A run that
+    diverged, whose loss is infinite, makes the mean infinite."""
+    found = [losses[seed] / dense[seed] - 1 for seed in sorted(losses.keys() & dense.keys())]
+    if not found:
+        return None
+    mean = statistics.fmean(found)
+    if len(found) == 1 or not math.isfinite(mean):
+        return Interval(mean, math.inf, len(found))
+    t = _T[min(len(found) - 2, len(_T) - 1)]
+    return Interval(mean, t * statistics.stdev(found) / math.sqrt(len(found)), len(found))

@@ -1,130 +1,124 @@
 """Which runs each comparison needs, and the ranks that make them.
 
-A comparison yields the runs that can start now, given the losses so far. All ranks see the same
-losses, so they choose the same next run; rank 0 writes the records. An interrupted comparison goes
-on where it stopped.
+A comparison is a function that yields the runs that can start now, the most useful first, given the
+losses so far. All ranks see the same losses, so they choose the same next run; rank 0 writes the
+records. An interrupted comparison goes on where it stopped.
+
+On a GPU that real ranks share, every line trains as many steps as the time allows all of them, at
+the uncompressed run's settings.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import gc
 import math
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from ..gloo import join
-from ..records import Record, append, read
-from .intervals import difference
-from .methods import GRID, LINES, METHODS, Method
-from .settings import Run, Setting, Shape
+from tagc.handle import readiness
+
+from .. import tokens
+from ..gloo import on_ranks
+from ..one_device import Memory, through_memory
+from ..records import Record, Results, append, machine
+from .report import difference
+from .settings import DENSE, GPT2, GPT2_RECIPE, GRID, Method, Run, Setting, Shape, method_of
 from .training import train
 
 Losses = Callable[[Run], float | None]
 """The loss of a finished run: infinite if it diverged, None if it has not been made."""
+Comparison = Callable[[Losses], Iterator[Run]]
 
 
-class Comparison(Protocol):
-    """What :func:`make` makes the runs of."""
-
-    def next_runs(self, losses: Losses) -> Iterator[Run]:
-        """The runs that can start now, the most useful first."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
+def sweep_runs(
+    losses: Losses,
+    *,
+    methods: Sequence[str],
+    shape: Shape,
+    steps: Sequence[int],
+    seeds: int,
+    max_rates: int = 6,
+) -> Iterator[Run]:
     """Every method at its own best rate.
 
-    Attributes:
+    Args:
         steps: lengths of training, each with its own sweep.
         seeds: the first one sweeps the rates, the others train at the best.
         max_rates: end a sweep after this many rates, wherever the best is.
     """
+    for length in steps:
+        later: list[Run] = []
+        for method in map(method_of, methods):
 
-    methods: Sequence[Method]
-    shape: Shape
-    steps: Sequence[int]
-    seeds: int
-    max_rates: int = 6
+            def run(
+                rate: float, seed: int = 0, method: Method = method, steps: int = length
+            ) -> Run:
+                return Run(method=method, shape=shape, steps=steps, rate=rate, seed=seed)
 
-    def next_runs(self, losses: Losses) -> Iterator[Run]:
-        for steps in self.steps:
-            later: list[Run] = []
-            for method in self.methods:
-
-                def run(
-                    rate: float, seed: int = 0, method: Method = method, steps: int = steps
-                ) -> Run:
-                    return Run(method=method, shape=self.shape, steps=steps, rate=rate, seed=seed)
-
-                missing, best = sweep(run, method.rates, self.max_rates, losses)
-                yield from missing
-                if best is not None:
-                    later += [run(best, seed) for seed in range(1, self.seeds)]
-            yield from (run for run in later if losses(run) is None)
+            missing, best = sweep(run, method.rates, max_rates, losses)
+            yield from missing
+            if best is not None:
+                later += [run(best, seed) for seed in range(1, seeds)]
+        yield from (run for run in later if losses(run) is None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
+def paired_runs(
+    losses: Losses,
+    *,
+    settings: Sequence[Setting],
+    lines: Sequence[str],
+    kept: bool,
+    seeds: tuple[int, int] = (3, 8),
+    within: float = 0.003,
+) -> Iterator[Run]:
     """Lines beside dense, seed by seed, at dense's best rate.
 
-    Attributes:
-        lines: names in ``LINES``.
+    Args:
         kept: whether tagc keeps the optimizer's rates.
         seeds: the fewest and the most pairs of a line.
         within: seeds are added while half of an interval is wider than this, relative to the loss.
     """
-
-    settings: Sequence[Setting]
-    lines: Sequence[str]
-    kept: bool
-    seeds: tuple[int, int] = (3, 8)
-    within: float = 0.003
-
-    def next_runs(self, losses: Losses) -> Iterator[Run]:
-        for setting in self.settings:
-            missing, rate = dense_rate(setting, losses)
-            yield from missing
-            if rate is None:
-                continue
-            for seed in range(self.seeds[1]):
-                runs = [
-                    self.run(setting, line, rate, seed)
-                    for line in self.lines
-                    if seed < self.seeds[0] or self._is_wide(setting, line, rate, losses)
-                ]
-                if runs:
-                    runs.insert(0, setting.run(setting.dense, rate, seed, kept=False))
-                yield from (run for run in runs if losses(run) is None)
-
-    def run(self, setting: Setting, line: str, rate: float, seed: int) -> Run:
-        """A line's run at dense's rate."""
-        method = METHODS[LINES[line]]
-        return setting.run(method, rate, seed, kept=self.kept and method.policy is not None)
-
-    def _is_wide(self, setting: Setting, line: str, rate: float, losses: Losses) -> bool:
-        seeds = range(self.seeds[1])
-        mine = {s: losses(self.run(setting, line, rate, s)) for s in seeds}
-        dense = {s: losses(setting.run(setting.dense, rate, s, kept=False)) for s in seeds}
-        interval = difference(_known(mine), _known(dense))
-        return interval is None or interval.half > self.within
+    for setting in settings:
+        missing, rate = dense_rate(setting, losses)
+        yield from missing
+        if rate is None:
+            continue
+        dense = [setting.run(setting.dense, rate, seed, kept=False) for seed in range(seeds[1])]
+        paired = {}
+        for line in lines:
+            method = method_of(line)
+            keeps = kept and method.policy is not None
+            paired[line] = [setting.run(method, rate, s, kept=keeps) for s in range(seeds[1])]
+        for seed in range(seeds[1]):
+            runs = [
+                mine[seed]
+                for mine in paired.values()
+                if seed < seeds[0] or _half(mine, dense, losses) > within
+            ]
+            if runs:
+                runs.insert(0, dense[seed])
+            yield from (run for run in runs if losses(run) is None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listed:
+def _half(mine: Sequence[Run], dense: Sequence[Run], losses: Losses) -> float:
+    """Of the interval of the pairs that are there."""
+    made = ({r.seed: losses(r) for r in runs} for runs in (mine, dense))
+    interval = difference(*({s: x for s, x in of.items() if x is not None} for of in made))
+    return math.inf if interval is None else interval.half
+
+
+def listed_runs(losses: Losses, *, runs: Sequence[Run]) -> Iterator[Run]:
     """Runs that depend on no other."""
-
-    runs: Sequence[Run]
-
-    def next_runs(self, losses: Losses) -> Iterator[Run]:
-        yield from (run for run in self.runs if losses(run) is None)
+    yield from (run for run in runs if losses(run) is None)
 
 
 def dense_rate(setting: Setting, losses: Losses) -> tuple[list[Run], float | None]:
@@ -164,71 +158,162 @@ def sweep(
             return [], best
 
 
-def _known(losses: dict[int, float | None]) -> dict[int, float]:
-    return {seed: loss for seed, loss in losses.items() if loss is not None}
-
-
-class Results:
+def results_of(comparison: str, file: Path) -> Results:
     """The runs of one comparison in a file."""
-
-    def __init__(self, file: Path, facts: Record) -> None:
-        self._file, self._facts = file, facts
-        found = read([file]) if file.exists() else []
-        about = {key: facts[key] for key in ("suite", "comparison")}
-        self.records = [r for r in found if about.items() <= r.items()]
-        self._losses: dict[str, float] = {}
-        for record in self.records:
-            self._losses.setdefault(*self._loss_of(record))
-
-    def loss(self, run: Run) -> float | None:
-        """See ``Losses``."""
-        return self._losses.get(_text(run.key))
-
-    def add(self, run: Run, said: Record, *, write: bool = True) -> None:
-        """Take in a record; on the rank that writes, append it to the file."""
-        record = self._facts | {"method": run.method.name, "run": run.key} | said
-        self.records.append(record)
-        self._losses.setdefault(*self._loss_of(record))
-        if write:
-            append(self._file, record)
-
-    @staticmethod
-    def _loss_of(record: Record) -> tuple[str, float]:
-        return _text(record["run"]), math.inf if record["loss"] is None else record["loss"]
+    return Results(file, "run", {"suite": "quality", "comparison": comparison})
 
 
-def _text(key: Record) -> str:
-    return json.dumps(key, sort_keys=True)
+def losses_of(results: Results) -> Losses:
+    """See ``Losses``."""
+
+    def loss(run: Run) -> float | None:
+        found = results.get(run.key)
+        if found is None:
+            return None
+        return math.inf if found["loss"] is None else found["loss"]
+
+    return loss
 
 
-def make(comparison: Comparison, file: Path, facts: Record) -> None:
+def make(name: str, comparison: Comparison, file: Path) -> None:
     """Make all runs that are missing, each on its own number of ranks."""
-    while run := next(comparison.next_runs(Results(file, facts).loss), None):
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = run.shape.ranks
-            mp.spawn(_rank, args=(ranks, folder, comparison, file, facts), nprocs=ranks)
+    while run := next(comparison(losses_of(results_of(name, file))), None):
+        on_ranks(_make_alike, run.shape.ranks, name, comparison, file)
 
 
-def _rank(
-    rank: int, ranks: int, folder: str, comparison: Comparison, file: Path, facts: Record
-) -> None:
+def _make_alike(rank: int, name: str, comparison: Comparison, file: Path) -> None:
     """Make runs as long as the next one wants this many ranks."""
-    join(rank, ranks, folder, minutes=30)
-    results = Results(file, facts)
+    results = results_of(name, file)
     dist.barrier()  # all have read the file before anyone writes
-    while run := next(comparison.next_runs(results.loss), None):
-        if run.shape.ranks != ranks:
+    while run := next(comparison(losses_of(results)), None):
+        if run.shape.ranks != dist.get_world_size():
             break
-        said = [train(run)]
-        dist.broadcast_object_list(said)  # so that all ranks choose by the same loss
-        results.add(run, said[0], write=rank == 0)
+        found: list[Record] = [machine() | {"method": run.method.name} | train(run)]
+        dist.broadcast_object_list(found)  # so that all ranks choose by the same loss
+        (record,) = found
+        results.add(run.key, record, write=rank == 0)
         if rank == 0:
-            loss = "diverged" if said[0]["loss"] is None else f"{said[0]['loss']:.4f}"
+            loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
             print(
                 f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}: "
-                f"{loss}, {said[0]['bits']:.2f} bits, {said[0]['step_ms']:.0f} ms a step",
+                f"{loss}, {record['bits']:.2f} bits, {record['step_ms']:.0f} ms a step",
                 file=sys.stderr,
                 flush=True,
             )
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+GPU = ("hybrid", "one-bit", "thrifty")
+_REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=512, tied=True)
+# Of the time, for what a trial does not show.
+_SPARE = 0.06
+_TRIAL = 24  # steps
+
+
+def on_gpu(args: argparse.Namespace) -> None:
+    """Make the runs that are missing.
+
+    Raises:
+        ValueError: without a GPU, or without the file of the text.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device here; --device cpu rehearses the runs")
+    if args.text and not args.text.is_file():
+        raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
+    args.started = time.time()
+    args.shape = replace(GPT2, batch=args.batch) if args.device == "cuda" else _REHEARSAL
+    shape = args.shape
+    rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
+    # A message has a float for each parameter at most.
+    memory = Memory(shape.ranks, 4 * rows * shape.width + 2**20, torch.device(args.device))
+    on_ranks(_share, shape.ranks, memory, args, minutes=6)
+
+
+def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
+    """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
+    methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
+    small = {"windows": 8, "evaluations": 4} if shape == _REHEARSAL else {}
+    recipe = replace(GPT2_RECIPE, **small)
+    return [
+        Run(
+            method=method,
+            shape=shape,
+            steps=steps,
+            rate=6e-4,
+            seed=seed,
+            recipe=replace(recipe, kept=method.policy is not None),
+        )
+        for method in methods
+    ]
+
+
+def _share(rank: int, memory: Memory, args: argparse.Namespace) -> None:
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    corpus = tokens.load(args.text) if args.text else None
+    if corpus and int(corpus.train.max()) >= args.shape.vocabulary:
+        raise ValueError(
+            f"{args.text} has more tokens than a vocabulary of {args.shape.vocabulary}"
+        )
+    source = corpus.source if corpus else "the standard library's source files, in words"
+    results = results_of("gpu", args.json)
+    with (
+        through_memory(memory, rank, device),
+        # Ranks that share a GPU check for long, and `make gpu` has checked.
+        patch.object(readiness, "check", return_value="not checked"),
+    ):
+        steps = [args.steps or _steps(args, device, corpus)]
+        dist.broadcast_object_list(steps)
+        if steps[0] < 1:
+            raise ValueError(f"{args.seconds:g} s are too few for a step of each line")
+        for seed in range(args.seeds):
+            for run in lines(args.policies, args.shape, steps[0], seed):
+                if losses_of(results)(run) is None:
+                    facts = machine(device) | {"text": source, "method": run.method.name}
+                    found = _trained(run, device, corpus, args, noted=rank == 0)
+                    results.add(run.key, facts | found, write=rank == 0)
+
+
+def _trained(
+    run: Run, device: torch.device, corpus: Any, args: argparse.Namespace, *, noted: bool
+) -> Record:
+    """A record. Each loss is written as soon as it is known: the time may end at any moment."""
+    file = args.json.with_suffix(".curves.jsonl")
+
+    def note(step: int, loss: float, seconds: float) -> None:
+        if noted:
+            said = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
+            append(file, said | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
+            took = time.time() - args.started
+            print(f"{took:5.0f} s  {said} {loss:.4f}", file=sys.stderr, flush=True)
+
+    found = _train(run, device, corpus, note)
+    if device.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    return found
+
+
+def _train(run: Run, device: torch.device, corpus: Any, note: Any) -> Record:
+    # The line before leaves its memory to this one, and to the other ranks.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return train(run, device, corpus, note)
+
+
+def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
+    """How many steps the rest of the time allows each line, by a trial of each."""
+    fixed = each = 0.0
+    for run in lines(args.policies, args.shape, _TRIAL, 0):
+        marks: dict[int, float] = {}
+        since = time.perf_counter()
+        _train(run, device, corpus, lambda step, loss, at, marks=marks: marks.update({step: at}))
+        took = time.perf_counter() - since
+        first = min(step for step in marks if step >= _TRIAL // 2)
+        step = (marks[_TRIAL] - marks[first]) / (_TRIAL - first)
+        fixed += took - _TRIAL * step
+        each += step
+        if dist.get_rank() == 0:
+            text = f"{run.method.name}: {1e3 * step:.0f} ms a step, {took:.0f} s in all"
+            print(text, file=sys.stderr, flush=True)
+    left = args.started + args.seconds * (1 - _SPARE) - time.time()
+    return int((left / args.seeds - fixed) / each)

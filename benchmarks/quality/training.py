@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,10 +22,8 @@ from examples.text import load_corpus
 
 from ..gloo import clip, with_powersgd
 from ..records import Record
-from .methods import DENSE, Method
-from .optimizers import factor, make_optimizers
-from .settings import BYTES, Run, Shape
-from .words import in_words
+from ..tokens import in_words
+from .settings import BYTES, Recipe, Run, Shape
 
 _HELD_OUT = 256
 _CHUNK = 256
@@ -56,7 +54,7 @@ def train(
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.vocabulary)
-    model = make_model(shape, run.seed, run.method, device, half=recipe.half)
+    model = make_model(run, device)
     compressor = None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
@@ -73,9 +71,7 @@ def train(
     losses: dict[int, float] = {}
     norms: list[float] = []
     seconds = 0.0
-    done = 0
-    curve = min(_HELD_OUT, recipe.windows)
-    often = recipe.evaluations
+    done, often = 0, recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
         for optimizer in optimizers:
@@ -94,7 +90,7 @@ def train(
         if done == run.steps and sites is not None:
             sites.exchange()
         if done in last or done * often // run.steps != step * often // run.steps:
-            windows = recipe.windows if done in last else curve
+            windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
             losses[done] = _validate(model, corpus, windows, shape, device)
             if said is not None:
                 said(done, losses[done], seconds)
@@ -102,54 +98,35 @@ def train(
                 break
     ended = [losses[step] for step in last if step in losses]
     loss = math.fsum(ended) / len(ended) if done == run.steps else math.inf
+    every = max(1, run.steps // _NORMS)
     record: Record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits": 32.0,
         "loss": loss if math.isfinite(loss) else None,
         "losses": {str(s): round(x, 5) for s, x in losses.items() if math.isfinite(x)},
-        "norms": [float(f"{n:.4g}") for n in norms[:: _every(run.steps)] if math.isfinite(n)],
+        "norms": [float(f"{n:.4g}") for n in norms[::every] if math.isfinite(n)],
         "step_ms": round(1e3 * seconds / done, 1),
     }
-    if sites is not None:
-        record["bits"] = _bits(sites.plan().units) or 32.0
-        sites.remove()
-    if compressor is not None:
-        plan = compressor.plan()
+    handle = compressor or sites
+    if handle is not None:
+        plan = handle.plan()
         record["bits"] = _bits(plan.units) or 32.0
-        if bits := _bits(plan.parameters):
+        if bits := _bits(getattr(plan, "parameters", ())):
             record["parameter_bits"] = bits
-        compressor.remove()
-    if run.method.powersgd is not None:
-        record["bits"] = _powersgd_bits(model, run.method.powersgd)
+        handle.remove()
+    if run.method.powersgd is not None:  # of the two factors of each matrix
+        shapes = [p.shape for p in model.parameters() if p.ndim == 2]
+        factors = sum(run.method.powersgd * (n + m) for n, m in shapes)
+        record["bits"] = 32 * factors / sum(n * m for n, m in shapes)
     return record
 
 
-def _every(steps: int) -> int:
-    """How many steps one noted norm stands for."""
-    return max(1, steps // _NORMS)
-
-
-def make_model(
-    shape: Shape,
-    seed: int,
-    method: Method = DENSE,
-    device: torch.device = _CPU,
-    *,
-    half: bool = False,
-) -> Any:
-    """The same weights on all ranks, sharded block by block, or replicated by DDP.
-
-    Args:
-        half: for FSDP2, see ``Recipe``.
-    """
-    torch.manual_seed(seed)
-    config = GPTConfig(
-        vocab=shape.vocabulary,
-        context=shape.context,
-        width=shape.width,
-        layers=shape.layers,
-        heads=shape.heads,
-    )
+def make_model(run: Run, device: torch.device = _CPU) -> Any:
+    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
+    shape, method = run.shape, run.method
+    torch.manual_seed(run.seed)
+    sizes = {name: getattr(shape, name) for name in ("context", "width", "layers", "heads")}
+    config = GPTConfig(vocab=shape.vocabulary, **sizes)
     model = GPT(config)
     if shape.tied:
         for name, p in model.named_parameters():
@@ -164,7 +141,7 @@ def make_model(
     if method.in_sites:
         return model
     how: dict[str, Any] = {}
-    if half:
+    if run.recipe.half:
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if device != _CPU:
         # By itself FSDP would make a group of NCCL beside one of gloo.
@@ -182,13 +159,6 @@ def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) 
     if keeps is not None and limit is not None:
         return keeps.clip_grad_norm_(limit).item()
     return clip(model.parameters(), math.inf if limit is None else limit).item()
-
-
-def _powersgd_bits(model: nn.Module, rank: int) -> float:
-    """Of the two factors of a matrix, per element."""
-    shapes = [p.shape for p in model.parameters() if p.ndim == 2]
-    factors = sum(rank * (n + m) for n, m in shapes)
-    return 32 * factors / sum(n * m for n, m in shapes)
 
 
 def _bits(units: Any) -> float:
@@ -216,3 +186,63 @@ def _validate(model: Any, corpus: Any, windows: int, shape: Shape, device: torch
 def _corpus(vocabulary: int) -> Any:
     corpus = load_corpus()
     return corpus if vocabulary == BYTES else in_words(corpus, vocabulary)
+
+
+def make_optimizers(model: nn.Module, recipe: Recipe, rate: float) -> list[torch.optim.Optimizer]:
+    """The recipe's optimizer; a second one where Muon takes only the matrices of the blocks."""
+    named = dict(model.named_parameters())
+    betas = (0.9, recipe.beta2)
+    if recipe.optimizer == "adamw":
+        fused = next(iter(named.values())).is_cuda or None
+        return [torch.optim.AdamW(_groups(named.values()), lr=rate, betas=betas, fused=fused)]
+    if recipe.optimizer == "muon":
+        hidden = {n: p for n, p in named.items() if ".h." in n and p.ndim == 2}
+        rest = [p for n, p in named.items() if n not in hidden]
+        muon = torch.optim.Muon(
+            [*hidden.values()], lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, torch.optim.AdamW(_groups(rest), lr=rate, betas=betas)]
+    if recipe.optimizer == "sgd":
+        # Rates are larger than Adam's, so the decay that they multiply is smaller.
+        groups = _groups(named.values(), decay=0.1 * 3e-4)
+        return [torch.optim.SGD(groups, lr=rate, momentum=0.9)]
+    if recipe.optimizer == "lion":
+        return [Lion(_groups(named.values()), lr=rate)]
+    raise ValueError(f"unknown optimizer: {recipe.optimizer}")
+
+
+def _groups(parameters: Iterable[nn.Parameter], decay: float = 0.1) -> list[dict[str, Any]]:
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def factor(step: int, steps: int, floor: float) -> float:
+    """The rate's share in a step: a tenth of the steps to warm up, then a cosine to ``floor``."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * progress))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step."""
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum: Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=group["lr"])
+                momentum.lerp_(p.grad, 1 - second)

@@ -288,6 +288,18 @@ class CompressedGroup(dist.ProcessGroup):
         """As the inner group."""
         return self._inner.barrier(*args, **options)
 
+    def gather(self, *args: Any, **options: Any) -> Any:
+        """As the inner group."""
+        return self._inner.gather(*args, **options)
+
+    def reduce(self, *args: Any, **options: Any) -> Any:
+        """As the inner group."""
+        return self._inner.reduce(*args, **options)
+
+    def scatter(self, *args: Any, **options: Any) -> Any:
+        """As the inner group."""
+        return self._inner.scatter(*args, **options)
+
     # What all of them share.
 
     def _divisor(self, op: Any) -> int | None:

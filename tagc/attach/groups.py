@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tagc.attach.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
-from tagc.codecs import MESSAGE_FORMAT
+from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.dimensions import DimensionRule
 

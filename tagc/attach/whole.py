@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tagc.attach.parameter_sets import columns_in_rows
 from tagc.collect import UnitReducer
-from tagc.collect.stage import ReduceNatively
+from tagc.collect.reducer import ReduceNatively
 from tagc.plan import UnitInfo
 from tagc.policy import Policy, PolicyError
 from tagc.policy.rules import check_lead

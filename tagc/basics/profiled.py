@@ -14,7 +14,12 @@ def profiled(what: str, name: str) -> AbstractContextManager[object]:
     """The range ``TAGC::what (name)`` of a profiler. Without one it is nothing, because even then
     torch's own range takes as long as starting a kernel, and a step has hundreds. (An
     ``ExecutionTraceObserver`` alone is no profiler.)"""
-    # The second knows this thread only, and the first not every profiler.
-    if not (torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
+    if not profiling():
         return _NOTHING
     return record_function(f"TAGC::{what} ({name})")
+
+
+def profiling() -> bool:
+    """Whether a profiler runs."""
+    # The second knows this thread only, and the first not every profiler.
+    return torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled()

@@ -240,9 +240,8 @@ class State:
             if self.clock is not None:
                 self.clock.load_state(part_of(_CLOCK, tensors))
             for reduced in self.reduced:
-                with reduced.opened() as residuals:
-                    for name, place, residual in residuals:
-                        place.put(residual, tensors[name].to(residual.device))
+                for name, place, residual in reduced.residuals():
+                    place.put(residual, tensors[name].to(residual.device))
                 reduced.reducer.load_state(part_of(reduced.name, tensors))
             for gatherer in self.gathered:
                 gatherer.load_state(part_of(_gathered_name(gatherer), tensors))
@@ -267,9 +266,8 @@ class State:
             for reduced in self.reduced:
                 reduced.reducer.state()  # waits for messages in flight
                 reduced.reducer.reset(step)
-                with reduced.opened() as residuals:
-                    for name, place, residual in residuals:
-                        place.put(residual, values[name].to(residual.device))
+                for name, place, residual in reduced.residuals():
+                    place.put(residual, values[name].to(residual.device))
             for gatherer in self.gathered:
                 # Gathers have no residuals: parameters are exact on the ranks that own them.
                 gatherer.refresh()

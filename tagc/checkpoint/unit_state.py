@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -45,26 +44,12 @@ class UnitState:
         With a lead, also what was ``sent`` last, which the owner of a shard keeps. With two shots
         across replicas, also the residual of the sum, which the owner of a slice keeps.
         """
-        yield from self._named(self.reducer.residuals, self.reducer.owner_residuals)
-
-    @contextmanager
-    def opened(self) -> Iterator[Iterator[tuple[str, ParamLocation, Tensor]]]:
-        """:meth:`residuals`, to be changed in place."""
-        reducer = self.reducer
-        with reducer.open_residuals() as residuals, reducer.open_owner_residuals() as owed:
-            yield self._named(residuals, owed)
-
-    def _named(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
-        for kind, place, tensor in self._stored(residuals, owed):
+        for kind, place, tensor in self._stored():
             yield f"{kind}.{self.direction}.{place.param.name}{place.suffix}", place, tensor
 
-    def _stored(
-        self, residuals: dict[int, Tensor], owed: dict[int, Tensor]
-    ) -> Iterator[tuple[str, ParamLocation, Tensor]]:
+    def _stored(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:
         """:meth:`residuals`, with the kind of tensor in place of its name."""
-        plan = self.reducer.plan
+        plan, residuals = self.reducer.plan, self.reducer.residuals
         for kind, values in self.shared.items():
             rows = {s.start: values[None, s.start : s.stop] for s in plan.segments}
             for place, tensor in locations(plan, rows, self.shards, self.shard):
@@ -73,7 +58,7 @@ class UnitState:
         if plan.shots is not None:
             for place, tensor in slice_locations(plan, residuals, self.shards, self.shard):
                 yield "residual", place, tensor
-            owned |= {OWNER_RESIDUAL: owed} if self.owners else {}
+            owned |= {OWNER_RESIDUAL: self.reducer.owner_residuals} if self.owners else {}
             for kind, stored in owned.items():
                 for place, tensor in slice_locations(
                     plan, stored, self.shards, self.shard, self.replica
@@ -90,9 +75,9 @@ class UnitState:
         """The tensors that owners keep, by kind as named in checkpoints."""
         found: dict[str, dict[int, Tensor]] = {kind: {} for kind in OWNER_STATES}
         for i, state in self.reducer.owner_states.items():
-            rule = self.reducer.feedbacks[i].rule
-            if rule is not None and rule.owner_state is not None:
-                found[rule.owner_state][i] = state
+            kind = self.reducer.rules[i].owner_state
+            assert kind is not None
+            found[kind][i] = state
         return found
 
     def _by_shards(

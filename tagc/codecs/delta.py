@@ -11,20 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
-import torch
 from pydantic import model_validator
 
 from tagc.codecs.config import Block, CodecConfig, unit
 from tagc.codecs.kind import CodecKind
-from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix, sample_matrix
+from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized import (
     QuantizedParametersConfig,
     QuantizedPlan,
     plan_quantized,
-    sample_quantized,
 )
-from tagc.codecs.sample import Sample, TimedSteps
 from tagc.codecs.special import Special
 from tagc.ops.program import Launch, Place
 
@@ -103,7 +100,12 @@ class DeltaPlan(CodecPlan):
         """Those of the code."""
         return self.code.scratch_bytes(destinations, sources)
 
-    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+    def resized(self, columns: int) -> Self:
+        return replace(self, code=self.code.resized(columns))
+
+    def encoding(
+        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
+    ) -> Iterator[Launch]:
         """See :meth:`CodecPlan.encoding`; ``x`` are changes, in float32."""
         return self.code.encoding(x, message)
 
@@ -124,31 +126,9 @@ def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
     return DeltaPlan(code=plan)
 
 
-def sample_delta(plan: DeltaPlan, s: Sample) -> TimedSteps:
-    """A step that subtracts a copy and encodes, and one that decodes and adds."""
-    copy, change = torch.zeros_like(s.grad), torch.empty_like(s.grad, dtype=torch.float32)
-    wide = replace(s, grad=change)
-    encode, decode = (
-        sample_matrix(plan.code, wide)
-        if isinstance(plan.code, MatrixPlan)
-        else sample_quantized(plan.code, wide)
-    )
-
-    def subtract_and_encode() -> None:
-        change.copy_(s.grad).sub_(copy)
-        encode()
-
-    def decode_and_add() -> None:
-        decode()
-        copy.add_(change)
-
-    return subtract_and_encode, decode_and_add
-
-
 DELTA = CodecKind(
     name="delta",
     parameter_config=DeltaConfig,
     plan=DeltaPlan,
     make_plan=plan_delta,
-    sample=sample_delta,
 )

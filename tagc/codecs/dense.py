@@ -7,16 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import torch
-from torch import Tensor
 
-from tagc.codecs.codec import Codec
 from tagc.codecs.config import CodecConfig
-from tagc.codecs.exchange import Exchange
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
-from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.codecs.special import Special
-from tagc.ops.launches import Get, Put
+from tagc.ops.launches import Get, Put, Sum
 from tagc.ops.program import Launch, Place
 
 
@@ -79,11 +75,19 @@ class DensePlan(CodecPlan):
         length = -(-self.numel // owners)
         return replace(self, numel=length), (Cut(columns=self.numel, length=length),)
 
-    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+    def resized(self, columns: int) -> Self:
+        return replace(self, numel=columns)
+
+    def encoding(
+        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
+    ) -> Iterator[Launch]:
         yield Launch(Put(self.numel, self.wire), (x, message), self.name)
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
         yield Launch(Get(self.numel, self.wire), (messages, rows), self.name)
+
+    def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
+        yield Launch(Sum(self.numel, self.wire, divisor), (messages, rows), self.name)
 
     def used_words(self, columns: int) -> int:
         """Words of the filled elements."""
@@ -102,69 +106,10 @@ def plan_empty(request: PlanRequest) -> DensePlan:
     return DensePlan(numel=0, wire=request.dtype)
 
 
-class DenseCodec(Codec[DensePlan]):
-    """The dense segments of a unit that also has compressed ones; its messages carry both."""
-
-    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        self.encode_rows(grad, message)
-
-    def encode_rows(self, rows: Tensor, message: Tensor) -> None:
-        for part in self.parts:
-            words = message[:, part.words]
-            if part.plan.numel * part.plan.wire.itemsize % words.element_size():
-                words[:, -1:].zero_()  # elements of 2 bytes leave half of it
-            elements_of(words, part.plan).copy_(rows[:, part.columns])
-
-    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        for part in self.parts:
-            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
-            total = elements_of(received[:, part.words], part.plan).sum(0, dtype=wide)
-            columns = out[part.columns]
-            native = part.plan.native
-            decoded = columns if native else part.feedback.decode_buffer(columns)
-            torch.div(total, divisor, out=decoded)  # and rounds, in one kernel
-            if not native:
-                part.feedback.correct(decoded, columns)
-
-    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
-        for part in self.parts:
-            wide = torch.float64 if part.plan.wire == torch.float64 else torch.float32
-            elements = elements_of(received[..., part.words], part.plan)
-            rows[:, part.columns].copy_(elements.sum(1, dtype=wide))
-
-    def decode_rows(self, received: Tensor, rows: Tensor) -> None:
-        for part in self.parts:
-            elements = elements_of(received[:, part.words], part.plan)
-            if rows.dtype == torch.float16 and not part.plan.native:
-                # bfloat16 rounds the largest numbers up, beyond float16's range.
-                end = torch.finfo(torch.float16).max
-                wide = elements.float()
-                elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
-            rows[:, part.columns].copy_(elements)
-
-
-def elements_of(words: Tensor, plan: DensePlan) -> Tensor:
-    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
-    return words.view(plan.wire)[..., : plan.numel]
-
-
-def sample_dense(plan: DensePlan, s: Sample) -> TimedSteps:
-    """Steps that encode and decode ``s.grad``."""
-    plan = replace(plan, numel=s.columns)
-    message, out = s.empty(ROWS, plan.words), torch.empty_like(s.grad[0])
-    elements = elements_of(message, plan)
-    return (
-        lambda: elements.copy_(s.grad),
-        lambda: out.copy_(elements.sum(0, dtype=torch.float32) / ROWS),
-    )
-
-
 DENSE = CodecKind(
     name="dense",
     config=DenseConfig,
     parameter_config=DenseConfig,
     plan=DensePlan,
     make_plan=plan_dense,
-    codec=DenseCodec,
-    sample=sample_dense,
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.plan import CodecPlan, PlanRequest
-from tagc.codecs.sample import Sample, TimedSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +20,6 @@ class CodecKind:
         parameter_config: the configuration for parameters; None if it cannot send parameters.
         plan: the class of a segment's plan.
         make_plan: makes a plan from either configuration.
-        sample: returns the codec's two steps on sample inputs, for timing.
-        codec: makes the codec of a unit's segments; None if it cannot send gradients.
     """
 
     name: str
@@ -31,5 +27,3 @@ class CodecKind:
     parameter_config: type[CodecConfig] | None = None
     plan: type[CodecPlan]
     make_plan: Callable[[Any, PlanRequest], CodecPlan]
-    sample: Callable[[Any, Sample], TimedSteps]
-    codec: Callable[[Sequence[CodecSegment[Any]], CodecSetup], Codec[Any]] | None = None

@@ -8,16 +8,11 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import Annotated, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from tagc.codecs.codec import Part
 from tagc.codecs.config import CodecConfig, Steps, unit
-from tagc.codecs.elementwise import ElementwiseCodec
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
-from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.ops.launches import DequantizeMatrix, QuantizeMatrix
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.program import Launch, Place
@@ -127,10 +122,24 @@ class MatrixPlan(CodecPlan):
             column, word = columns.stop, words.stop
         return tuple(found)
 
-    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
+    def resized(self, columns: int) -> Self:
+        """See :meth:`CodecPlan.resized`: one roughly square matrix."""
+        width = 1 << (columns.bit_length() // 2)
+        layout = replace(self.layouts[0], rows=columns // width, columns=width)
+        return replace(self, layouts=(layout,), matrices_of_parameters=(1,))
+
+    def encoding(
+        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
+    ) -> Iterator[Launch]:
+        average = 0.0 if self.feedback is None or residual is None else self.feedback.old_share
         for layout, columns, words in self.runs:
-            places = (x[columns], None, message[words])
-            yield Launch(QuantizeMatrix(layout), places, self.name)
+            places = (x[columns], residual and residual[columns], message[words])
+            yield Launch(QuantizeMatrix(layout, average), places, self.name)
+
+    def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
+        for layout, columns, words in self.runs:
+            places = (messages[words], rows[columns])
+            yield Launch(DequantizeMatrix(layout=layout, divisor=divisor), places, self.name)
 
     def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
         for layout, columns, words in self.runs:
@@ -159,53 +168,9 @@ def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
     )
 
 
-class MatrixCodec(ElementwiseCodec[MatrixPlan]):
-    """The segments of a unit that consist of matrices."""
-
-    def _prepare(self, part: Part[MatrixPlan], gradient: torch.dtype) -> None:
-        f = part.feedback
-        for layout, _, _ in part.plan.runs:
-            self._ops.prepare_matrix(layout, gradient, f.residual_dtype, f.old_share)
-
-    def _quantize(
-        self, part: Part[MatrixPlan], grad: Tensor, residual: Tensor | None, message: Tensor
-    ) -> None:
-        for layout, columns, words in part.plan.runs:
-            self._ops.quantize_matrix(
-                grad[:, columns],
-                None if residual is None else residual[:, columns],
-                message[:, words],
-                layout=layout,
-                average=part.feedback.old_share,
-            )
-
-    def _dequantize(
-        self, plan: MatrixPlan, message: Tensor, out: Tensor, divisor: int, *, add: bool = False
-    ) -> None:
-        for layout, columns, words in plan.runs:
-            self._ops.dequantize_matrix(
-                message[..., words], out[:, columns], layout=layout, divisor=divisor, add=add
-            )
-
-
-def sample_matrix(plan: MatrixPlan, s: Sample) -> TimedSteps:
-    """Steps that encode and decode ``s.grad`` as one roughly square matrix."""
-    columns = 1 << (s.columns.bit_length() // 2)
-    layout = replace(plan.layouts[0], rows=s.columns // columns, columns=columns)
-    grad = s.grad[:, : layout.numel]
-    residual = None if s.residual is None else s.residual[:, : layout.numel]
-    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1, : layout.numel])
-    return (
-        lambda: s.ops.quantize_matrix(grad, residual, message, layout=layout, average=s.average),
-        lambda: s.ops.dequantize_matrix(message[None], out, layout=layout, divisor=ROWS),
-    )
-
-
 MATRIX = CodecKind(
     name="matrix",
     config=MatrixConfig,
     plan=MatrixPlan,
     make_plan=plan_matrix,
-    codec=MatrixCodec,
-    sample=sample_matrix,
 )

@@ -13,7 +13,7 @@ from tagc.ops.program import Launch, Place
 
 
 def aligned(words: int) -> int:
-    """The next multiple of 4 words, which is 16 bytes. See :mod:`tagc.codecs.coder`."""
+    """The next multiple of 4 words, which is 16 bytes. See :mod:`tagc.plan.messages`."""
     return -(-words // 4) * 4
 
 
@@ -124,14 +124,29 @@ class CodecPlan:
         owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
 
-    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
-        """Launches that write a message ``[n, words]`` for every row of ``x`` ``[n, columns]``,
-        without feedback."""
+    def resized(self, columns: int) -> Self:
+        """The plan of a segment of about as many columns, to be timed."""
+        raise NotImplementedError
+
+    def encoding(
+        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
+    ) -> Iterator[Launch]:
+        """Launches that write a message ``[n, words]`` for every row of ``x`` ``[n, columns]``.
+
+        Args:
+            residual: ``[n, columns]``, added to ``x``; what the messages leave out replaces it.
+            seeds: ``[n]``, if codes are rounded by chance.
+        """
         raise NotImplementedError
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
         """Launches that decode every message ``[n, words]`` to its own row ``[n, columns]``;
         changes are added to it."""
+        raise NotImplementedError
+
+    def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
+        """Launches that write sums of messages over ``W`` ranks, divided by ``divisor``: of
+        ``[W, words]`` to ``[1, columns]``, or of ``[W, n, words]`` to ``[n, columns]``."""
         raise NotImplementedError
 
     def finding_unfit(self, messages: Place, dtype: torch.dtype, flag: Place) -> Iterator[Launch]:

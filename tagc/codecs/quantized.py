@@ -14,15 +14,12 @@ from typing import Annotated, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from tagc.codecs.codec import STAGES, CodecSegment, CodecSetup, Part
 from tagc.codecs.config import Block, CodecConfig, unit
-from tagc.codecs.elementwise import ElementwiseCodec
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
-from tagc.codecs.sample import ROWS, Sample, TimedSteps
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.hashing import MASK, fmix32
-from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf, seeds_of
+from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf
 from tagc.ops.program import Launch, Place
 from tagc.ops.symbols import wrap_int32
 
@@ -127,18 +124,25 @@ class QuantizedPlan(CodecPlan):
         """Words of scales and codes."""
         return self.layout.words
 
-    def encoding(self, x: Place, message: Place) -> Iterator[Launch]:
-        seeds = ()
-        if self.dithered:
-            assert self.by_content
-            seeds = (Place("seeds", x.shape[:1], torch.int32),)
-            yield Launch(SeedsOf(), (x, *seeds), self.name)
-        quantize = Quantize(self.layout, dithered=self.dithered)
-        yield Launch(quantize, (x, None, message, *seeds), self.name)
+    def resized(self, columns: int) -> Self:
+        return replace(self, layout=replace(self.layout, numel=columns))
+
+    def encoding(
+        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
+    ) -> Iterator[Launch]:
+        if self.by_content:
+            seeds = Place("seeds_of_content", x.shape[:1], torch.int32)
+            yield Launch(SeedsOf(), (x, seeds), self.name)
+        average = 0.0 if self.feedback is None or residual is None else self.feedback.old_share
+        quantize = Quantize(self.layout, average, dithered=self.dithered)
+        places = (x, residual, message, seeds) if self.dithered else (x, residual, message)
+        yield Launch(quantize, places, self.name)
+
+    def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
+        yield Launch(Dequantize(layout=self.layout, divisor=divisor), (messages, rows), self.name)
 
     def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        dequantize = Dequantize(layout=self.layout, add=add)
-        yield Launch(dequantize, (messages, rows), self.name)
+        yield Launch(Dequantize(layout=self.layout, add=add), (messages, rows), self.name)
         if rows.dtype == torch.float16 and not add:
             # Within a scale's rounding of the largest number; what is not finite is NaN here.
             yield Launch(Clamp(torch.finfo(rows.dtype).max), (rows,), self.name)
@@ -163,78 +167,33 @@ def plan_quantized(
     )
 
 
+Stage = Literal["gradients", "replicas", "owners", "inside"]
+STAGES: tuple[Stage, ...] = ("gradients", "replicas", "owners", "inside")
+"""What a rank encodes gradients for: their shards' owners, replicas, as the owner of a slice's sum,
+or the ranks of its host."""
 _GOLDEN, _STRIDE = 0x9E3779B9, 0x7F4A7C15
+SEED_STEP = _GOLDEN - 2**32
 
 
-class Dither:
-    """Seeds of the dither, for segments of a unit. They depend only on the unit, the segment, the
-    encoding rank, the stage, the row and the step, so a resumed run continues bit for bit.
+def dither_seeds(
+    starts: Sequence[int], rows: int, *, unit: int, rank: int, stage: Stage, step: int
+) -> Tensor:
+    """Seeds of the dither, ``[segments, rows]`` int32. They depend only on the unit, the segment,
+    the encoding rank, the stage, the row and the step, so a resumed run continues bit for bit. In
+    the next step they are larger by :data:`SEED_STEP`, modulo 2**32.
+
+    Args:
+        starts: the first columns of the segments.
+        unit: the seed of the unit.
+        rank: this process's rank among all.
+        stage: what is encoded.
     """
-
-    def __init__(self, setup: CodecSetup, columns: Sequence[int]) -> None:
-        """Make seeds for the segments that begin at these columns of their unit."""
-        self._places = {column: i for i, column in enumerate(columns)}
-        starts = torch.tensor([*columns], dtype=torch.int64, device=setup.device)
-        rows = torch.arange(setup.destinations, dtype=torch.int64, device=setup.device)
-        # Hash before mixing in the next value: plain sums of different values could coincide.
-        mixed = fmix32((starts * _STRIDE + setup.seed * _GOLDEN) & MASK)
-        mixed = fmix32((mixed ^ (STAGES * setup.rank + setup.stage)) & MASK)
-        self._first = wrap_int32(fmix32(mixed[:, None] ^ rows))
-        self._step: int | None = None
-        self._seeds = torch.empty_like(self._first)
-
-    def seeds(self, column: int, step: int) -> Tensor:
-        """The seeds ``[D]`` int32 of the segment that begins at ``column``."""
-        if self._step != step:
-            # One small kernel per unit. Sums wrap around on purpose.
-            turn = step * _GOLDEN & MASK
-            torch.add(self._first, turn - (turn >> 31 << 32), out=self._seeds)
-            self._step = step
-        return self._seeds[self._places[column]]
-
-
-class QuantizedCodec(ElementwiseCodec[QuantizedPlan]):
-    """The quantized segments of a unit's gradients or parameters."""
-
-    def __init__(self, segments: Sequence[CodecSegment[QuantizedPlan]], setup: CodecSetup) -> None:
-        super().__init__(segments, setup)
-        counted = [p.columns.start for p in self.parts if p.plan.dithered]
-        self._dither = Dither(setup, counted) if counted else None
-
-    def _prepare(self, part: Part[QuantizedPlan], gradient: torch.dtype) -> None:
-        f = part.feedback
-        self._ops.prepare_blocks(
-            part.plan.layout, gradient, f.residual_dtype, f.old_share, dithered=part.plan.dithered
-        )
-
-    def _quantize(
-        self, part: Part[QuantizedPlan], grad: Tensor, residual: Tensor | None, message: Tensor
-    ) -> None:
-        layout, average = part.plan.layout, part.feedback.old_share
-        seeds = None
-        if self._dither is not None and part.plan.dithered:
-            seeds = self._dither.seeds(part.columns.start, self.steps)
-        self._ops.quantize(grad, residual, message, layout=layout, average=average, dither=seeds)
-
-    def _dequantize(
-        self, plan: QuantizedPlan, message: Tensor, out: Tensor, divisor: int, *, add: bool = False
-    ) -> None:
-        self._ops.dequantize(message, out, layout=plan.layout, divisor=divisor, add=add)
-
-    def decode_sums(self, received: Tensor, rows: Tensor) -> None:
-        """See :meth:`Codec.decode_sums`: sums beyond float16's range are infinite, as the dtype's
-        own are."""
-        for part in self.parts:
-            words, elements = received[..., part.words], rows[:, part.columns]
-            self._dequantize(part.plan, words, elements, divisor=1)
-
-    def decode_rows(self, received: Tensor, rows: Tensor, *, add: bool = False) -> None:
-        super().decode_rows(received, rows, add=add)
-        if rows.dtype == torch.float16 and not add:
-            # Within a scale's rounding of the largest number; what is not finite is NaN here.
-            largest = torch.finfo(rows.dtype).max
-            for part in self.parts:
-                rows[:, part.columns].clamp_(-largest, largest)
+    first = torch.tensor([*starts], dtype=torch.int64, device="cpu")
+    # Hash before mixing in the next value: plain sums of different values could coincide.
+    mixed = fmix32((first * _STRIDE + unit * _GOLDEN) & MASK)
+    mixed = fmix32((mixed ^ (len(STAGES) * rank + STAGES.index(stage))) & MASK)
+    each = torch.arange(rows, dtype=torch.int64, device="cpu")
+    return wrap_int32(fmix32(mixed[:, None] ^ each) + (step * _GOLDEN & MASK) & MASK)
 
 
 @cache
@@ -245,28 +204,10 @@ def _largest_scale(dtype: torch.dtype, levels: int) -> int:
     return int(largest.view(torch.int32)) >> 16
 
 
-def sample_quantized(plan: QuantizedPlan, s: Sample) -> TimedSteps:
-    """Steps that encode and decode ``s.grad``."""
-    layout = replace(plan.layout, numel=s.columns)
-    message, out = s.empty(ROWS, layout.words), torch.empty_like(s.grad[:1])
-    seeds = s.empty(len(s.grad)) if plan.dithered else None
-
-    def encode() -> None:
-        dither = seeds_of(s.grad) if plan.by_content else seeds
-        s.ops.quantize(s.grad, s.residual, message, layout=layout, average=s.average, dither=dither)
-
-    return (
-        encode,
-        lambda: s.ops.dequantize(message[None], out, layout=layout, divisor=ROWS),
-    )
-
-
 QUANTIZED = CodecKind(
     name="quantized",
     config=QuantizedConfig,
     parameter_config=QuantizedParametersConfig,
     plan=QuantizedPlan,
     make_plan=plan_quantized,
-    codec=QuantizedCodec,
-    sample=sample_quantized,
 )

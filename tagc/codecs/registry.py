@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from tagc.codecs.codec import Codec, CodecSegment, CodecSetup
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.delta import DELTA
 from tagc.codecs.dense import DENSE, plan_empty
 from tagc.codecs.kind import CodecKind
 from tagc.codecs.matrix import MATRIX
-from tagc.codecs.packed import PACKED
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
+from tagc.codecs.span import CodecSegment
 
-CODECS: tuple[CodecKind, ...] = (SKETCH, PACKED, QUANTIZED, MATRIX, DELTA, DENSE)
+CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, DENSE)
 """All codecs, in the order of their words in a unit's message."""
 
 
@@ -40,16 +38,3 @@ def plan_codec(config: CodecConfig, request: PlanRequest) -> CodecPlan:
 def in_message_order(segments: Sequence[CodecSegment[CodecPlan]]) -> list[list[Any]]:
     """The segments grouped by kind, in the order of ``CODECS``; groups may be empty."""
     return [[s for s in segments if isinstance(s.codec, kind.plan)] for kind in CODECS]
-
-
-def make_codecs(
-    segments: Sequence[CodecSegment[CodecPlan]], setup: CodecSetup
-) -> dict[str, Codec[Any]]:
-    """The codecs of a unit's segments, one per kind, by name, in the order of ``CODECS``."""
-    codecs: dict[str, Codec[Any]] = {}
-    for kind, of_kind in zip(CODECS, in_message_order(segments), strict=True):
-        if of_kind:
-            assert kind.codec is not None
-            codecs[kind.name] = kind.codec(of_kind, setup)
-            setup = replace(setup, first_word=codecs[kind.name].stop)
-    return codecs

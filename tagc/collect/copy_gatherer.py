@@ -46,7 +46,7 @@ class CopyGatherer(UnitGatherer):
         programs = self._programs
         self._declare(programs.whole, programs.changes, programs.read)
         self._own_row = self.copy[self._own]
-        self._fingerprint = self.store[programs.fingerprint.name]
+        self._fingerprint = self.store[programs.fingerprint]
         self._reductions, self._versions = reductions, versions
         # Whether this rank's row of the copy is known, and whether the others are.
         self._knows_own = self._knows_others = False
@@ -73,7 +73,7 @@ class CopyGatherer(UnitGatherer):
     def copy(self) -> Tensor:
         """The parameters as all other ranks know them, ``[H, S]``; row ``h`` is the shard of rank
         ``h * R + r``, where ``r`` is this rank's place on its host."""
-        return self.store[self._programs.copy.name]
+        return self.store[self._programs.copy]
 
     def note_step(self, *, ended: bool) -> None:
         """Note a step of an optimizer that holds any of the unit's parameters. All ranks call it
@@ -112,7 +112,7 @@ class CopyGatherer(UnitGatherer):
             self._run(programs.read, rows, inp)
             # Sending changes here is not possible: other ranks would not know to receive them.
             alarm = self._since_forward if reads_as_is and self._is_due else self._by_others
-            alarm.note(self.store[programs.changed.name], rows[:, :1])
+            alarm.note(self.store[programs.changed], rows[:, :1])
             return
         if self._knows_own:
             self._warn_of_others()

@@ -169,7 +169,7 @@ class UnitGatherer(ABC):
     def _declare(self, *programs: Program) -> None:
         """Make the tensors of programs, and compile their operators."""
         for program in programs:
-            self.store.declare(program)
+            self.store.declare(*program.places.values())
             program.prepare(self._ops)
 
     def _run(self, program: Program, rows: Tensor, inp: Tensor) -> None:
@@ -264,14 +264,14 @@ class MessageGatherer(UnitGatherer):
         if phase is Phase.BACKWARD and self._kept:
             self._run(programs.again, rows, inp)
             # Gathering again is not possible: other ranks may not know that they have to.
-            self._changed.note(self.store[programs.changed.name], rows[:, :1])
+            self._changed.note(self.store[programs.changed], rows[:, :1])
         else:
             kept = keeps and phase is Phase.FORWARD
             self._run(programs.kept_message if kept else programs.message, rows, inp)
             # All ranks have the same messages, so all raise. (Trainable parameters come out NaN
             # instead, as in a run that diverges natively.)
             for start, flag, alarm in self._unfit:
-                alarm.note(self.store[flag.name], rows[:, start : start + 1])
+                alarm.note(self.store[flag], rows[:, start : start + 1])
         if phase is not Phase.OTHER:
             self._kept = keeps and phase is Phase.FORWARD
 

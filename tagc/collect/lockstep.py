@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tagc.codecs import STAMP_WORDS
 from tagc.collect.alarm import Alarm
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.plan import Direction
@@ -61,8 +60,6 @@ class Lockstep:
         self._name = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64)
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
         self._pending: list[tuple[Transport, CollectiveWork, Tensor, Tensor]] = []
-        self._stamp: Tensor | None = None
-        self._stamped = -1
         self._calls = 0
         self._alarm = Alarm(
             f"tagc: {self.what} got a message of another unit, direction or step, or from a rank "
@@ -138,32 +135,25 @@ class Lockstep:
                     f"rank {others[0]} at {_told(other)}. {_REMEDY}"
                 )
 
-    def stamp(self, tail: Tensor, transport: Transport, part: int = 0) -> None:
-        """Write stamps to ``tail`` ``[D, STAMP_WORDS]`` int32, after the messages to all
-        destinations; do nothing if ranks exchange headers."""
-        if transport.by_messages(self._device):
-            return
-        if self._stamp is None:
-            # It stays on the device: copying a number there would wait.
-            self._stamp = torch.zeros(STAMP_WORDS, dtype=torch.int32, device=tail.device)
-        here = part ^ self._calls
-        if self._stamped != here:
-            self._stamp[:1].fill_(self._mark ^ here)
-            self._stamped = here
-        self._stamp[1:].add_(1)
-        tail.copy_(self._stamp.expand_as(tail))
-
-    def check_stamps(self, tail: Tensor, out: Tensor) -> None:
-        """Compare the stamps ``[W, STAMP_WORDS]`` int32 after the messages of all ranks.
+    def stamp(self, part: int = 0) -> int:
+        """The first word of stamps, int32, after which their collectives are counted.
 
         Args:
-            out: set to NaN on a GPU if they differ; any floating-point dtype.
+            part: see :meth:`announce`.
+        """
+        return self._mark ^ part ^ self._calls
+
+    def check_stamps(self, mistaken: Tensor, out: Tensor) -> None:
+        """Note whether any received stamp differs from this rank's.
+
+        Args:
+            mistaken: boolean, ``[]``.
+            out: set to NaN on a GPU if so; any floating-point dtype.
 
         Raises:
             RuntimeError: see :class:`Alarm`.
         """
-        if self._stamp is not None:
-            self._alarm.note((tail != self._stamp).any(), out)
+        self._alarm.note(mistaken, out)
 
 
 def _told(header: Tensor) -> str:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codecs.workspace import Workspace
-from tagc.collect.flat import flat_rows
 from tagc.collect.hosts import HostGroups
-from tagc.collect.part import Part
 from tagc.collect.reducer_state import ReducerState
 from tagc.collect.reduction_check import check_reduction, refuse_others
-from tagc.collect.set_aside import set_aside
-from tagc.collect.stage import Call, ReduceNatively
-from tagc.collect.transport import Connect, Transport, failing_in
+from tagc.collect.replay import Replay
+from tagc.collect.transport import CollectiveWork, Connect, Transport, failing_in
 from tagc.ops import Ops
+from tagc.ops.program import Level, Program
 from tagc.plan import UnitPlan
+from tagc.plan.part import Part
+from tagc.plan.reductions import Variant
+
+ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], CollectiveWork]
+"""Reduces the second argument to the first; where all ranks get all rows, both may be one."""
+
+# Variants kept bound. Backwards may reach ever different parts of a unit.
+_BOUND = 32
 
 
 class UnitReducer(ReducerState):
-    """Leads the gradient buffer of one unit through the stages of its plan.
+    """Reduces the gradient buffer of one unit by the programs of its plan.
 
     One message to each destination carries all columns; cells of sketches are summed separately.
     A unit with nothing to compress, and any unit during its warm-up, is summed uncompressed: by the
@@ -53,10 +59,15 @@ class UnitReducer(ReducerState):
             connect: makes the transport of a group.
         """
         self._crosses, self._connect = crosses, connect
-        self._across = None if hosts is None else connect(hosts.across)
-        self._flat = flat_rows(plan, workspace)
-        inside = None if hosts is None else connect(hosts.inside)
-        super().__init__(plan, ops, device, workspace, seed=seed, rank=rank, inside=inside)
+        self._levels: dict[Level, Transport] = {}
+        if hosts is not None:
+            self._levels["across"] = connect(hosts.across)
+            self._levels["inside"] = connect(hosts.inside)
+        self._group: dist.ProcessGroup | None = None
+        self._replays: dict[tuple[int, Variant], Replay] = {}
+        # Arguments that fit the plan: the same in nearly every step.
+        self._fitting: tuple[object, ...] | None = None
+        super().__init__(plan, ops, device, workspace, seed=seed, rank=rank)
 
     def reduce(
         self,
@@ -79,7 +90,7 @@ class UnitReducer(ReducerState):
             native: reduces units with nothing to compress, and all units during the warm-up;
                 default: the backend's own reduce-scatter, or all-reduce.
             reached: names of the parameters in the buffers, the same on every rank, if the backward
-                did not reach all of them; see :mod:`tagc.collect.part`.
+                did not reach all of them; see :mod:`tagc.plan.part`.
 
         Raises:
             RuntimeError: if the plan was made for another buffer, group or operation (nothing is
@@ -103,104 +114,123 @@ class UnitReducer(ReducerState):
         if self.before is not None:
             self.before(self.counters.all_steps)
         part = None if reached is None else Part(plan, frozenset(reached))
-        if plan.compressed:
+        found = (part, group, op, inp.dtype, inp.numel(), out.numel())
+        if plan.compressed and found != self._fitting:
             check_reduction(plan, part, out, inp, group, op)
+            self._fitting = found
         on_hosts = self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
         # If the part has nothing compressed, expanding it to all columns would send mostly zeros.
-        whole = part is None or part.compressed or stays or (on_hosts and bool(self.waiting))
-        on_hosts = on_hosts and whole
+        whole = part is None or part.compressed or (on_hosts and (stays or bool(self.waiting)))
         warm = self.counters.all_steps >= plan.warmup_steps
-        call = Call(
-            transport=self._across if on_hosts and self._across else self._connect(group),
-            op=op,
-            divisor=plan.info.world_size if op == dist.ReduceOp.AVG else 1,
-            compresses=bool(plan.compressed) and warm and whole,
-            on_hosts=on_hosts,
-            part=0 if part is None else part.mark,
-            native=native,
-        )
-        if part is None or not whole:
-            yield from self._run(out, inp, group, call, None, stays=stays)
+        messages = bool(plan.compressed) and warm and whole
+        if not messages and not (on_hosts and whole):
+            self._reduce_natively(out, inp, group, op, native, 0 if part is None else part.mark)
             return
-        received = plan.received_rows
-        rows = part.expand(inp.view(plan.rows, -1))
-        # In place where all ranks get all rows, as `ReduceNatively` says.
-        found = rows if plan.all_reduced else out.new_empty(received * plan.columns)
-        with self._without(part, call.transport.rank):
-            yield from self._run(found.view(-1), rows.view(-1), group, call, part, stays=stays)
-        pairs = zip(found.view(received, -1), out.view(received, -1), strict=True)
-        for whole_row, row in pairs:
-            part.pick(whole_row, row)
-
-    def _run(
-        self,
-        out: Tensor,
-        inp: Tensor,
-        group: dist.ProcessGroup,
-        call: Call,
-        part: Part | None,
-        *,
-        stays: bool,
-    ) -> Iterator[None]:
-        """:meth:`reducing` for buffers with all columns; columns outside ``part`` are zero.
-
-        Args:
-            stays: whether the host's sum waits instead of being sent.
-        """
-        plan, lockstep, step = self.plan, self._lockstep, self.counters.all_steps
-        words = plan.words if call.compresses else 0
-        rows = inp.view(plan.rows, -1) if call.compresses or call.on_hosts else inp
-        average = out
-        if not call.on_hosts:
-            transports = [call.transport] if self.announces else []
-            lockstep.announce(transports, words, step, call.part)
-        else:
-            assert self.inside is not None
-            # Other hosts take no part in a micro-batch that stays inside.
-            across = [] if stays else [call.transport]
-            words = 0 if stays else words
-            lockstep.announce([*self.inside.transports, *across], words, step, call.part)
-            lockstep.confirm()
-            total = self.inside.room(rows)
-            self.inside.run(rows, total, call)
+        if group is not self._group and not on_hosts:
+            self._group, self._levels["flat"] = group, self._connect(group)
+            self._replays.clear()
+        if self.stamped is None:
+            self.stamped = not self._transport.by_messages(self.store.device)
+        variant = self.variant(messages=messages, mean=op == dist.ReduceOp.AVG, part=part)
+        late = {"inp": inp.view(plan.rows, -1), "out": out.view(plan.received_rows, -1)}
+        self._announce(variant, part, on_hosts=on_hosts, stays=stays)
+        if on_hosts and (stays or self.waiting):
+            inside = replace(variant, levels="inside")
+            yield from self._run(inside, late)
+            total = self.store.take(self.programs.total)
             if stays:
                 self.waiting.add(total, part)
                 out.zero_()
                 return
             self.waiting.hand_over(total, part)
-            rows = total
-            if plan.all_reduced:
-                average = self.inside.room_for_average(rows)
+            variant = replace(variant, levels="across")
         self.counters.steps += 1
-        with failing_in(lockstep.what, group):
-            if call.compresses:
-                yield from self._send_messages(average, rows, call)
-            else:
-                lockstep.confirm()
-                own = call.on_hosts or (plan.for_all and call.native is None)
-                stage = self._sum if own else self._native
-                stage.run(rows, average, call)
-            if average is not out and self.inside is not None:
-                self.inside.hand_on(average, out)
+        if messages:
+            self.begin_message(variant)
+        yield from self._run(variant, late)
+        if variant.stamped and plan.messages.sent is None:
+            self._lockstep.check_stamps(self.store[self.programs.mistaken], out[:1])
 
-    def _send_messages(self, out: Tensor, rows: Tensor, call: Call) -> Iterator[None]:
-        self.counters.compressed_steps += 1
-        step, row, shard = self.counters.compressed_steps, call.transport.rank, out
-        if self._flat is not None:
-            rows, shard = self._flat.arrange(rows), self._flat.shard_buffer(out.dtype)
-        if self.gauge is not None:
-            self.gauge.look(rows[0 if self.plan.for_all else row], step)
-        yield from self.messages.running(rows, shard, call)
-        if self.gauge is not None:
-            self.gauge.compare(shard, step, self.plan.peers / call.divisor)
-        if self._flat is not None:
-            self._flat.restore(shard, out, row)
+    def _run(self, variant: Variant, late: dict[str, Tensor]) -> Iterator[None]:
+        replay = self._replay(variant)
+        yield from replay.running(**late)
+        self.note_run(variant)
+        self._count(replay)
+
+    def _replay(self, variant: Variant) -> Replay:
+        device = self.store.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        replay = self._replays.get((stream, variant))
+        if replay is None or replay.stale:
+            if len(self._replays) >= _BOUND:
+                self._replays.clear()
+            replay = self._bind(self.programs.lower(variant))
+            self._replays[stream, variant] = replay
+        return replay
+
+    def _bind(self, program: Program) -> Replay:
+        own = self._transport.rank if self._levels else 0
+        return Replay(program, self.store, self._ops, self._levels, self._lockstep, own)
+
+    @property
+    def _transport(self) -> Transport:
+        """Connects the ranks that send each other messages."""
+        return self._levels["flat" if self.plan.info.ranks_per_host == 1 else "across"]
+
+    def _count(self, replay: Replay) -> None:
+        """Count the bytes of a program."""
+        counters = self.counters
+        for (level, flight), sent in replay.sent.items():
+            if level == "inside":
+                counters.inside_bytes += sent
+            elif flight == "sums":
+                counters.native_bytes += sent
+            elif flight in ("messages", "sums_of_slices"):
+                counters.message_bytes += sent
+            else:
+                counters.other_bytes += sent
+
+    def _announce(
+        self, variant: Variant, part: Part | None, *, on_hosts: bool, stays: bool
+    ) -> None:
+        """Tell the other ranks which collective this rank is at, if they compare that."""
+        levels = self._levels
+        # Other hosts take no part in a micro-batch that stays inside.
+        sends_to: list[Level] = ["inside"] if stays else ["inside", "across"]
+        transports = [levels[level] for level in sends_to] if on_hosts else [levels["flat"]]
+        if not on_hosts and not self.announces:
+            transports = []
+        words = self.plan.words if variant.messages and not stays else 0
+        mark = 0 if part is None else part.mark
+        self._lockstep.announce(transports, words, self.counters.all_steps, mark)
+        if variant.stamped:
+            self.mark_stamps(self._lockstep.stamp(mark))
+
+    def _reduce_natively(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: ReduceNatively | None,
+        mark: int,
+    ) -> None:
+        transport, lockstep = self._connect(group), self._lockstep
+        lockstep.announce([transport] if self.announces else [], 0, self.counters.all_steps, mark)
+        lockstep.confirm()
+        self.counters.steps += 1
+        if native is None:
+            native = _all_reduce if self.plan.for_all else _reduce_scatter
+        with failing_in(lockstep.what, group):
+            work = native(out, inp, transport, op)
+            work.wait()
+        self.counters.native_bytes += work.wire_bytes
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether ranks of a host add up first, the same on all ranks. A unit with nothing
         compressed may be reduced with any operation over any group; then the backend does it."""
-        if self.inside is None:
+        if self.plan.info.ranks_per_host == 1:
             return False
         known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if known and group.size() == self.plan.info.world_size:
@@ -209,8 +239,21 @@ class UnitReducer(ReducerState):
             refuse_others(self.plan, op, group.size())
         return False
 
-    def _without(self, part: Part, rank: int) -> AbstractContextManager[None]:
-        """Preserve the feedback state of parameters that the backward did not reach."""
-        codecs = [c for c in self.coder.codecs.values() if c.controllers]
-        missing = [c for c in codecs if part.misses(c, self.plan.segments)]
-        return set_aside(self.messages.debts(part, rank), missing)
+
+def _reduce_scatter(
+    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+) -> CollectiveWork:
+    return transport.reduce_scatter(out, inp, op)
+
+
+def _all_reduce(
+    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+) -> CollectiveWork:
+    """The sum, which is then divided."""
+    if out.data_ptr() != inp.data_ptr():
+        out.copy_(inp.view_as(out))
+    work = transport.all_reduce(out)
+    work.wait()
+    if op == dist.ReduceOp.AVG:
+        out.div_(transport.size)
+    return work

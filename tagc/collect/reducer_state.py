@@ -1,42 +1,77 @@
-"""The state that a unit's reduction keeps between steps, and its counters."""
+"""The state that a unit's reductions keep between steps, and their counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from tagc.codecs import CodecSetup, Coder, SelectionCount
-from tagc.codecs.feedback import MeasuredShare, SegmentFeedback
+from tagc.codecs import kind_of
+from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES, FeedbackRule
+from tagc.codecs.quantized import dither_seeds
+from tagc.codecs.selection.threshold import STATES, rescale
+from tagc.codecs.sketch import COUNTING, SelectionCount
+from tagc.codecs.state import check_counter, part_of
 from tagc.codecs.workspace import Workspace
-from tagc.collect.counters import Counters, Parts, check_parts, load_parts, state_of
+from tagc.collect.counters import Counters
 from tagc.collect.gauge import NoiseGauge
-from tagc.collect.host_sum import HostSum
 from tagc.collect.lockstep import Lockstep
-from tagc.collect.stage import Messages, Native, ReduceMessages, StageSetup, Sum
-from tagc.collect.transport import Transport
-from tagc.collect.two_shots import TwoShots
+from tagc.collect.replay import Replay, Store
 from tagc.collect.waiting import Waiting
 from tagc.ops import Ops
+from tagc.ops.program import Level, Place, Program
+from tagc.ops.sampling import weights_of
 from tagc.plan import UnitPlan
+from tagc.plan.part import Part
+from tagc.plan.reductions import Reductions, Variant
+
+_RESIDUAL = "residual"
+_BY_PARAMETER = (_RESIDUAL, OWNER_RESIDUAL, *OWNER_STATES)
+# The codecs that count what they encode.
+_COUNTING = ("quantized", "matrix")
+# Shares are measured in all of the first steps, then in one of 8: they change in the first steps,
+# while residuals fill.
+_FIRST, _EVERY = 32, 8
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the host knows of the state. It selects variants, and a skipped step restores it.
+
+    Attributes:
+        encodings, inside: encodings so far of the messages, and of those inside hosts.
+        measured: encodings of which a share could be measured.
+        begun: whether sketches have thresholds.
+    """
+
+    encodings: int = 0
+    inside: int = 0
+    measured: int = 0
+    begun: bool = False
 
 
 class ReducerState:
-    """A unit's stages and their state.
+    """A unit's programs, their tensors, and what the host counts.
 
     Attributes:
         plan: the unit's plan.
-        inside: the stage in which ranks of a host add up; None if every rank sends for itself.
-        messages: the stage that sends messages.
+        programs: the programs of the plan.
+        store: their tensors.
+        told: what the host knows of the state.
         counters: counts of reductions and bytes.
         waiting: the sum of micro-batches that wait inside a host, or in a replica.
         gauge: measures the RMS of gradients relative to dense; None unless asked for.
         announces: whether ranks exchange headers first, see :class:`Lockstep`. False if the caller
             has compared more than those say.
+        stamped: whether messages carry stamps; None before the first.
         before: called before every reduction with the number of those before it; may raise.
     """
+
+    _levels: dict[Level, object]
 
     def __init__(
         self,
@@ -47,27 +82,25 @@ class ReducerState:
         *,
         seed: int,
         rank: int,
-        inside: Transport | None,
     ) -> None:
-        self.plan = plan
-        self._transport_inside = inside
+        self.plan, self._ops = plan, ops
+        self._seed, self._rank = seed, rank
         self._lockstep = Lockstep(plan.direction, plan.info.label, device)
-        self._codec_setup = CodecSetup(
-            destinations=plan.messages.made,
-            world_size=plan.messages.read,
-            dtype=plan.info.dtype,
-            ops=ops,
-            device=device,
-            workspace=workspace,
-            seed=seed,
-            rank=rank,
-            stage=1 if plan.direction == "replicas" else 0,
-        )
+        self.store = Store(device, workspace)
+        self.programs = Reductions(plan)
         self.gauge: NoiseGauge | None = None
         self.announces = True
+        self.stamped: bool | None = None
         self.before: Callable[[int], None] | None = None
         # Inside hosts in float32, whatever FSDP reduces: there may be many micro-batches to sum.
         self.waiting = Waiting(plan, torch.float32 if plan.direction == "gradients" else None)
+        if plan.compressed:
+            programs = self.programs
+            self.store.declare(*programs.state, programs.stamp, programs.mistaken)
+            for variant in self.programs.variants:
+                program = self.programs.lower(variant)
+                program.prepare(ops)
+                self.store.declare(*program.places.values())
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -78,37 +111,81 @@ class ReducerState:
         """
         plan = self.plan
         self._lockstep.forget()
+        self._stamped: int | None = None
         on_hosts = plan.info.ranks_per_host > 1
         self.counters = Counters(earlier_steps=earlier_steps, on_hosts=on_hosts)
-        setup = StageSetup(
-            unit=plan, codec=self._codec_setup, lockstep=self._lockstep, counters=self.counters
-        )
-        self._sum, self._native = Sum(setup), Native(setup)
-        self.messages: Messages = (
-            ReduceMessages(plan.messages, setup) if plan.shots is None else TwoShots(setup)
-        )
-        self.inside = HostSum(setup, self._transport_inside) if on_hosts else None
-        compressed_before = max(0, earlier_steps - plan.warmup_steps)
-        self.messages.skip(compressed_before)
-        if self.inside is not None:
-            self.inside.skip(compressed_before)
+        before = max(0, earlier_steps - plan.warmup_steps)
+        self.told = Told(encodings=before, inside=before)
+        self.store.wait(COUNTING)
+        if plan.compressed:
+            for place in self.programs.state:
+                self.store[place].zero_()
+            for _ in self._bind(self.programs.start(self._seed)).running():
+                pass
+        self._follow()
         if self.gauge is not None:
             self.measure_noise()
 
+    def _bind(self, program: Program) -> Replay:
+        raise NotImplementedError
+
+    def variant(self, *, messages: bool, mean: bool, part: Part | None) -> Variant:
+        """The variant of the next reduction."""
+        reached = None if part is None else part.names
+        if not messages:
+            return Variant(messages=False, mean=mean, reached=reached)
+        told, gauge = self.told, self.gauge
+        return Variant(
+            mean=mean,
+            stamped=bool(self.stamped),
+            begun=told.begun or self.programs.sketches is None,
+            restarts=self._restarts() if self._resets else _NONE,
+            measures=bool(self._shares) and (told.measured < _FIRST or told.measured % _EVERY == 0),
+            noise=gauge is not None and gauge.measures(self.counters.compressed_steps + 1),
+            reached=reached,
+        )
+
+    def begin_message(self, variant: Variant) -> None:
+        """Count a message, and say on the device which it is, if that matters."""
+        self.counters.compressed_steps += 1
+        if variant.measures:
+            self.store[self.programs.share_step].fill_(self.told.measured)
+        if variant.noise:
+            self.store[self.programs.noise_step].fill_(self.counters.compressed_steps)
+
+    def note_run(self, variant: Variant) -> None:
+        """Note what a variant did to the state."""
+        if not variant.messages:
+            return
+        told = self.told
+        if variant.levels != "across" and self.plan.inside is not None:
+            told = replace(told, inside=told.inside + 1)
+        if variant.levels != "inside":
+            reached = variant.reached
+            misses = reached is not None and self.programs.misses_sketches(Part(self.plan, reached))
+            told = replace(
+                told,
+                encodings=told.encodings + 1,
+                measured=told.measured + 1,
+                begun=told.begun or not misses,
+            )
+        self.told = told
+
+    def mark_stamps(self, mark: int) -> None:
+        """Set the first word of stamps."""
+        if self._stamped != mark:
+            self.store[self.programs.stamp][:1].fill_(mark)
+            self._stamped = mark
+
     def free_buffers(self) -> None:
         """Free the scratch buffers, which other units use, too, unless each has its own."""
-        self._codec_setup.workspace.clear()
+        self.store.workspace.clear()
 
     def measure_noise(self) -> None:
         """Measure the RMS of gradients relative to dense from now on, if anything is compressed."""
-        self.gauge = (
-            NoiseGauge(self.plan, self._codec_setup.device) if self.plan.compressed else None
-        )
-
-    @property
-    def coder(self) -> Coder:
-        """The coder of the messages that carry gradients."""
-        return self.messages.coder
+        if self.plan.compressed:
+            self.store.declare(self.programs.noise, self.programs.noise_step)
+            self.gauge = NoiseGauge(self.store[self.programs.noise])
 
     @property
     def wire_bytes(self) -> int:
@@ -134,55 +211,32 @@ class ReducerState:
         )
 
     @property
-    def feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """Every segment's feedback, by the segment's first column in the unit."""
-        return self.messages.feedbacks
-
-    @property
-    def owner_feedbacks(self) -> Mapping[int, SegmentFeedback]:
-        """The feedbacks of the sums that this rank sends out in the second of two shots; empty in
-        one shot."""
-        return self.messages.owner_feedbacks
-
-    @property
-    def _shares(self) -> dict[str, MeasuredShare]:
-        """The measured shares, by the segment's first column in the unit."""
-        return {str(i): f.share for i, f in self.feedbacks.items() if f.share is not None}
+    def rules(self) -> dict[int, FeedbackRule]:
+        """The feedback rules, by the segment's first column in the unit."""
+        return self.programs.rules
 
     @property
     def residuals(self) -> dict[int, Tensor]:
-        """Residuals ``[D, columns]``, by the segment's first column in the unit, to read; in two
-        shots ``[N, columns of a slice]``."""
-        return _read(self.feedbacks)
+        """Residuals ``[D, columns]``, by the segment's first column in the unit; in two shots
+        ``[N, columns of a slice]``."""
+        return self._stored(_RESIDUAL)
 
     @property
     def owner_residuals(self) -> dict[int, Tensor]:
         """This rank's residuals as the owner of a slice, ``[1, columns of a slice]``, by the
         segment's first column in the unit."""
-        return _read(self.owner_feedbacks)
+        return self._stored(OWNER_RESIDUAL)
 
     @property
     def owner_states(self) -> dict[int, Tensor]:
         """Owner states ``[1, columns]``, by the segment's first column in the unit, of the
         feedbacks that have one."""
-        found = {i: f.owner_state for i, f in self.feedbacks.items()}
-        return {i: state[None] for i, state in found.items() if state is not None}
-
-    @contextmanager
-    def open_residuals(self) -> Iterator[dict[int, Tensor]]:
-        """:attr:`residuals`, to change in place."""
-        with _opened(self.feedbacks) as residuals:
-            yield residuals
-
-    @contextmanager
-    def open_owner_residuals(self) -> Iterator[dict[int, Tensor]]:
-        """:attr:`owner_residuals`, to change in place."""
-        with _opened(self.owner_feedbacks) as residuals:
-            yield residuals
+        return self._stored(*OWNER_STATES)
 
     def selection_counts(self) -> list[SelectionCount]:
         """Counts of the selected and kept groups so far, by segment. Waits for the device."""
-        return self.coder.selection_counts()
+        sketches = self.programs.sketches
+        return [] if sketches is None else sketches.selection_counts(self.store[sketches.totals])
 
     def note(self, call: str) -> None:
         self._lockstep.note(call)
@@ -190,24 +244,50 @@ class ReducerState:
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply all state that is in units of the gradients by ``factor``, the same on every
         rank. Call it if gradients become ``factor`` times as large."""
-        for share in self._shares.values():
-            share.rescale(factor)
-        with self.open_residuals() as residuals, self.open_owner_residuals() as owed:
-            for stored in (*residuals.values(), *owed.values(), *self.owner_states.values()):
-                stored.mul_(factor)
-        for codec in self.coder.codecs.values():
-            for controller in codec.controllers:
-                controller.rescale(factor)
+        for start in self._shares:
+            self.store[self.programs.share(start)].mul_(factor).mul_(factor)
+        for stored in self._by_parameter():
+            stored.mul_(factor)
+        sketches = self.programs.sketches
+        if sketches is not None:
+            rescale(self.store[sketches.controller], factor)
+            if sketches.supports:
+                rescale(self.store[sketches.choice], factor)
 
     def drop_owed(self) -> None:
         """Owe nothing any more; thresholds and counters stay."""
-        with self.open_residuals() as residuals, self.open_owner_residuals() as owed:
-            for stored in (*residuals.values(), *owed.values(), *self.owner_states.values()):
-                stored.zero_()
+        for stored in self._by_parameter():
+            stored.zero_()
 
     def release(self) -> None:
         """Free the operators' scratch buffers."""
-        self._codec_setup.ops.release()
+        self._ops.release()
+
+    def step_tensors(self) -> list[Tensor]:
+        """What a step changes: the state by parameter, then that of codecs."""
+        return [*self._by_parameter(), *self._codec_state().values()]
+
+    def restore_step(self, copy: Sequence[Tensor], where: bool | Tensor) -> None:
+        """Go back to a copy of :meth:`step_tensors`.
+
+        Args:
+            where: whether; if it is a tensor ``[]``, the host does not wait for it. Then counts on
+                the host stay, and what must match them.
+        """
+        by_parameter, state = self._by_parameter(), self._codec_state()
+        before = dict(zip(state, copy[len(by_parameter) :], strict=True))
+        pairs = list(zip(by_parameter, copy, strict=False))
+        if isinstance(where, Tensor):
+            flag = where.to(self.store.device, torch.bool)
+            names = [f"share.{start}.sums" for start in self._shares]
+            for now, then in [*pairs, *((state[name], before[name]) for name in names)]:
+                now.copy_(torch.where(flag, then, now))
+            self._follow_shares()
+        elif where:
+            for now, then in pairs:
+                now.copy_(then)
+            # Totals count every group that was sent, even in a skipped step.
+            self._load_codecs({k: t for k, t in before.items() if not k.endswith(".totals")})
 
     def state(self, *, noise: bool | None = None) -> dict[str, Tensor]:
         """All state except the residuals and owner states; names and shapes never change. Waits for
@@ -216,11 +296,23 @@ class ReducerState:
         Args:
             noise: whether to include measured noise; by default if it is measured.
         """
-        return state_of(self._parts(self.gauge is not None if noise is None else noise))
+        found = self.counters.state() | self._codec_state()
+        if (self.gauge is not None if noise is None else noise) and self.plan.compressed:
+            found |= (self.gauge or self._unmeasured()).state()
+        return found
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never returns."""
-        check_parts(self._parts(NoiseGauge.in_state(state)), state)
+        self.counters.check_state(state)
+        for name in self._steps:
+            check_counter(name.rpartition(".")[2], state[name])
+        if self.programs.sketches is not None:
+            self.programs.sketches.check_state(part_of("sketch", state))
+        for start in self._shares:
+            if float(state[f"share.{start}.sums"][1]) < 0:
+                raise ValueError("the mean square of gradient plus residual is negative")
+        if NoiseGauge.in_state(state):
+            NoiseGauge.check_state(state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a :meth:`state` that passes :meth:`check_state`. If it has measured noise,
@@ -229,32 +321,103 @@ class ReducerState:
         noise = NoiseGauge.in_state(state)
         if noise or self.gauge is not None:
             self.measure_noise()
-        load_parts(self._parts(noise), state)
+        self.counters.load_state(state)
+        self._load_codecs(state)
+        if noise and self.gauge is not None:
+            self.gauge.load_state(state)
 
-    def memory(self) -> Parts:
-        """The parts that hold the codecs' state between steps, except residuals and owner states;
-        no counters of bytes, and no measured noise."""
-        if self.inside is not None:
-            yield from self.inside.memory()
-        yield from self.messages.memory()
-        yield from ((f"share.{name}", share) for name, share in self._shares.items())
+    def _restarts(self) -> frozenset[int]:
+        """The periods of feedback that restarts now."""
+        done = self.told.encodings
+        return frozenset(n for n in self._resets if done and done % n == 0) or _NONE
 
-    def _parts(self, noise: bool) -> Parts:
-        yield "", self.counters
-        yield from self.memory()
-        if noise and self.plan.compressed:
-            yield "", self.gauge or NoiseGauge(self.plan, self._codec_setup.device)
+    @cached_property
+    def _resets(self) -> set[int]:
+        """After how many encodings feedback restarts."""
+        rules = self.programs.rules.values()
+        return {rule.restarts for rule in rules if rule.restarts is not None}
+
+    @cached_property
+    def _shares(self) -> list[int]:
+        """The first columns of the segments whose share is measured."""
+        return [i for i in self.programs.rules if self.programs.share(i) in self.store]
+
+    @property
+    def _steps(self) -> dict[str, str]:
+        """The counts in a state, each with its name in :class:`Told`."""
+        found: dict[str, str] = {}
+        plan, shots = self.plan, self.plan.shots
+        for stage, messages, count in (
+            ("inside.", plan.inside, "inside"),
+            ("", self.programs.messages, "encodings"),
+            ("second_shot.", shots and shots.gather, "encodings"),
+        ):
+            for kind in _COUNTING:
+                segments = () if messages is None else messages.segments
+                if any(kind_of(s.codec).name == kind for s in segments):
+                    found[f"{stage}{kind}.steps"] = count
+        return found | {f"share.{start}.steps": "measured" for start in self._shares}
+
+    def _codec_state(self) -> dict[str, Tensor]:
+        self.store.wait(COUNTING)
+        found: dict[str, Tensor] = {}
+        for name, count in self._steps.items():
+            steps = getattr(self.told, count)
+            found[name] = torch.tensor(steps, dtype=torch.int64, device="cpu")
+        if self.programs.sketches is not None:
+            begun = torch.tensor(self.told.begun, dtype=torch.bool, device="cpu")
+            found["sketch.started"] = begun
+        for place in self.programs.state if self.plan.compressed else ():
+            if _kind(place) in _BY_PARAMETER:
+                continue
+            tensor = self.store[place]
+            if place.name.endswith("controller"):
+                found |= {f"{place.name}.{part}": tensor[row] for part, row in STATES.items()}
+            else:
+                found[place.name] = tensor
+        return found
+
+    def _load_codecs(self, state: Mapping[str, Tensor]) -> None:
+        counts = {count: int(state[name]) for name, count in self._steps.items()}
+        if self.programs.sketches is not None:
+            counts["begun"] = bool(state["sketch.started"])
+        for name, tensor in self._codec_state().items():
+            if name in state and name not in self._steps and name != "sketch.started":
+                tensor.copy_(state[name])
+        self.told = replace(self.told, **counts)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Compute what follows from the state."""
+        self._follow_shares()
+        for stage, place in self.programs.seeds.items():
+            starts = self.programs.dithered(stage)
+            if starts and place in self.store:
+                encodings = self.told.inside if stage == "inside" else self.told.encodings
+                # They advance before they are used.
+                seeds = dither_seeds(
+                    starts, place.shape[1], unit=self._seed, rank=self._rank, stage=stage,
+                    step=encodings - 1,
+                )  # fmt: skip
+                self.store[place].copy_(seeds)
+
+    def _follow_shares(self) -> None:
+        for start in self._shares:
+            sums = self.store[self.programs.share(start)]
+            self.store[self.programs.weights(start)].copy_(weights_of(sums))
+
+    def _stored(self, *kinds: str) -> dict[int, Tensor]:
+        places = [p for p in self.programs.state if _kind(p) in kinds]
+        return {int(p.name.rpartition(".")[2]): self.store[p] for p in places}
+
+    def _by_parameter(self) -> list[Tensor]:
+        found = (self.residuals, self.owner_residuals, self.owner_states)
+        return [tensor for stored in found for tensor in stored.values()]
+
+    def _unmeasured(self) -> NoiseGauge:
+        place = self.programs.noise
+        return NoiseGauge(torch.zeros(place.shape, dtype=place.dtype, device=self.store.device))
 
 
-def _read(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
-    return {i: f.residual.read() for i, f in feedbacks.items() if f.residual is not None}
-
-
-@contextmanager
-def _opened(feedbacks: Mapping[int, SegmentFeedback]) -> Iterator[dict[int, Tensor]]:
-    with ExitStack() as stack:
-        yield {
-            i: stack.enter_context(f.residual.opened())
-            for i, f in feedbacks.items()
-            if f.residual is not None
-        }
+def _kind(place: Place) -> str:
+    return place.name.partition(".")[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect.part import Part
 from tagc.plan import UnitPlan
+from tagc.plan.part import Part
 from tagc.plan.table import as_list
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tagc.basics.profiled import profiled
+from tagc.basics.profiled import profiled, profiling
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.ops import Ops
-from tagc.ops.program import Launch, Level, Operator, Place, Program, Send, Step
+from tagc.ops.program import Collective, Launch, Level, Operator, Place, Program, Send, Step
+
+_NOTHING = nullcontext()
 
 
 class Store:
@@ -30,17 +33,21 @@ class Store:
         self._tensors: dict[str, Tensor] = {}
         self.flights: dict[str, CollectiveWork] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor that is not scratch."""
-        return self._tensors[name]
+    def __getitem__(self, place: Place) -> Tensor:
+        """The whole tensor of a place that is not scratch."""
+        return self._tensors[place.name]
+
+    def __contains__(self, place: Place) -> bool:
+        """Whether a program declared the place."""
+        return place.name in self._tensors
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors that are not scratch, with their names."""
         return iter(self._tensors.items())
 
-    def declare(self, program: Program) -> None:
+    def declare(self, *places: Place) -> None:
         """Make the tensors that are not scratch, as zeros."""
-        for place in program.places.values():
+        for place in places:
             if place.kind in ("kept", "state") and place.name not in self._tensors:
                 # Training cannot write to a tensor that an evaluation made in inference mode.
                 with torch.inference_mode(False):
@@ -60,6 +67,13 @@ class Store:
         if work is not None:
             work.wait()
 
+    def zero(self) -> None:
+        """Set all tensors to zero that are not scratch."""
+        for flight in list(self.flights):
+            self.wait(flight)
+        for tensor in self._tensors.values():
+            tensor.zero_()
+
 
 class _Call(NamedTuple):
     """A bound step; None for the comparison with other ranks."""
@@ -67,6 +81,7 @@ class _Call(NamedTuple):
     step: Step | None
     function: Callable[..., object]
     arguments: list[Any]
+    turn: bool = False
 
 
 class _Late(NamedTuple):
@@ -86,7 +101,11 @@ class _Late(NamedTuple):
 
 
 class Replay:
-    """A program bound to a store, operators and transports, on one stream."""
+    """A program bound to a store, operators and transports, on one stream.
+
+    Attributes:
+        sent: bytes that this rank sends to others, by level and flight.
+    """
 
     def __init__(
         self,
@@ -107,11 +126,13 @@ class Replay:
         self._by_level = transports
         self._own = own
         self._late: list[_Late] = []
-        store.declare(program)
+        store.declare(*program.places.values())
         for place in program.places.values():  # so that no buffer grows while others are bound
             if place.kind == "scratch":
                 store.take(place)
         self._made_for = store.workspace.generation
+        sends = program.sends
+        self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
         steps, confirmed = iter(program.steps), False
         for name, length in program.ranges:
@@ -132,7 +153,7 @@ class Replay:
         return self._made_for != self._store.workspace.generation
 
     def run(self, **late: Tensor) -> None:
-        """Run all steps.
+        """Run all steps of a program whose collective is counted here.
 
         Args:
             late: the tensors that come late, by name.
@@ -140,15 +161,28 @@ class Replay:
         Raises:
             RuntimeError: if a collective fails, or if ranks are at different collectives.
         """
+        self._lockstep.announce(self._transports, self.program.words)
+        for _ in self.running(**late):
+            pass
+
+    def running(self, **late: Tensor) -> Iterator[None]:
+        """Run all steps; pauses where other units may take turns. The caller has announced the
+        collective.
+
+        Raises:
+            RuntimeError: see :meth:`run`.
+        """
         for arguments, i, name, index, adapted in self._late:
             view = late[name][index] if index else late[name]
             arguments[i] = view if adapted is None else adapted(view)
-        self._lockstep.announce(self._transports, self.program.words)
         call: _Call | None = None
+        label = self._lockstep.label if profiling() else None
         try:
             for name, calls in self._ranges:
-                with profiled(name, self._lockstep.label):
+                with _NOTHING if label is None else profiled(name, label):
                     for call in calls:
+                        if call.turn:
+                            yield
                         call.function(*call.arguments)
         except RuntimeError as error:
             # What is still in flight may write to its buffers whenever it likes.
@@ -165,21 +199,23 @@ class Replay:
         arguments: list[Any] = []
         if isinstance(step, Launch):
             for i, place in enumerate(step.places):
-                changes = type(step.operator).adapted is not Operator.adapted
-                adapted = partial(step.operator.adapted, i) if changes else None
+                adapted = None if place is None else _adapting(step.operator, i, place)
                 arguments.append(self._argument(arguments, i, place, adapted))
-            return _Call(step, step.operator.bound(ops), arguments)
+            return _Call(step, step.operator.bound(ops, self._own), arguments)
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight
+            scratch = None
+            if step.scratch is not None and transport.adds_itself(self._store.device):
+                scratch = self._store.take(step.scratch)
 
             def start(out: Tensor, inp: Tensor) -> None:
-                flights[flight] = starts(transport, out, inp)
+                flights[flight] = starts(transport, step, out, inp, scratch)
 
             for i, place in enumerate((step.out, step.inp)):
                 arguments.append(self._argument(arguments, i, place, None))
             return _Call(step, start, arguments)
-        return _Call(step, self._store.wait, [step.flight])
+        return _Call(step, self._store.wait, [step.flight], step.turn)
 
     def _argument(
         self,
@@ -209,15 +245,48 @@ class Replay:
             raise error
 
     def _level_of(self, flight: str) -> Level:
-        sends = (s for s in self.program.steps if isinstance(s, Send))
-        return next(s.level for s in sends if s.flight == flight)
+        """The level of a flight; of one that an earlier run started, that of messages."""
+        found: list[Level] = [s.level for s in self.program.sends if s.flight == flight]
+        return found[0] if found else self.program.levels[-1]
 
 
-def _gather_each(transport: Transport, out: Tensor, inp: Tensor) -> CollectiveWork:
+def _adapting(operator: Operator, i: int, place: Place) -> Callable[[Tensor], Tensor] | None:
+    """How the operator takes its tensor ``i``; None if as it is."""
+    with torch.inference_mode(False):
+        view = torch.empty(place.view_shape, dtype=place.dtype, device="meta")
+    return None if operator.adapted(i, view) is view else partial(operator.adapted, i)
+
+
+def _gather_each(
+    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
+) -> CollectiveWork:
     return transport.gather_each(out.view(len(inp), transport.size, -1), inp)
 
 
-_START: dict[str, Callable[[Transport, Tensor, Tensor], CollectiveWork]] = {
-    "all-gather": lambda transport, out, inp: transport.gather(out, inp),
+def _all_to_all(
+    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
+) -> CollectiveWork:
+    return transport.all_to_all(
+        out.view(transport.size, -1), inp.view(transport.size, -1), step.columns
+    )
+
+
+def _reduce_scatter(
+    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
+) -> CollectiveWork:
+    shape = (len(out), transport.size, -1)
+    rows = inp.view(shape)
+    return transport.sum_each(out, rows, rows if scratch is None else scratch.view(shape))
+
+
+_START: dict[Collective, Callable[..., CollectiveWork]] = {
+    "all-gather": lambda transport, step, out, inp, _: transport.gather(
+        out.view(transport.size, -1), inp
+    ),
     "all-gather each": _gather_each,
+    "all-to-all": _all_to_all,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce": lambda transport, step, out, inp, _: transport.all_reduce(
+        out, in_flight=step.in_flight
+    ),
 }

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect.part import Part
 from tagc.collect.reducer import UnitReducer
+from tagc.ops.launches import Expand, Pick
+from tagc.plan.part import Part
 
 
 class ReplicaAverage:
@@ -51,17 +52,25 @@ class ReplicaAverage:
         names = self._reached()
         part = None if names is None else Part(self._reducer.plan, frozenset(names))
         if not self._shared():
-            self._waiting.add(shard if part is None else part.expand(shard[None])[0], part)
+            self._waiting.add(self._whole(shard, part), part)
             shard.zero_()
             return
         if self._waiting:
-            whole = shard if part is None else part.expand(shard[None])[0]
+            whole = self._whole(shard, part)
             self._waiting.hand_over(whole, part)
             if part is not None:
-                part.pick(whole, shard)
+                Pick(part.runs).run(whole[None], shard[None])
         # Owners' residuals are in units of the average for both operations.
         scaled = op == dist.ReduceOp.SUM and self._reducer.plan.shots is not None
         mean = dist.ReduceOp.AVG if scaled else op
         self._reducer.reduce(shard, shard, self._group, mean, reached=names)
         if scaled:
             shard.mul_(self._group.size())
+
+    def _whole(self, shard: Tensor, part: Part | None) -> Tensor:
+        """The shard in all columns of the plan; the others are zero."""
+        if part is None:
+            return shard
+        whole = shard.new_empty(self._reducer.plan.columns)
+        Expand(part.runs).run(shard[None], whole[None])
+        return whole

@@ -164,7 +164,7 @@ class Transport:
             scratch: ``[n, W, m]``, written if :meth:`adds_itself`.
         """
         triples = list(zip(out, inp, scratch, strict=True))
-        if self.adds_itself(inp.device):
+        if len(out) == 1 or self.adds_itself(inp.device):
             works = [self.sum_rows(*each) for each in triples]
         else:
             works = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.collect.part import Part
 from tagc.plan import UnitPlan
+from tagc.plan.part import Part
 
 
 class Waiting:
@@ -51,9 +51,10 @@ class Waiting:
         if part is None or not left:
             self.drop()
             return
-        missing = part.missing_mask(total.device)
-        total.masked_fill_(missing, 0)
-        self._sum.masked_fill_(~missing, 0)
+        for run in part.missing_runs:
+            total[..., run] = 0
+        for run in part.runs:
+            self._sum[..., run] = 0
         self._reached = left
 
     def check_between_steps(self) -> None:

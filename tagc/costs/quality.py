@@ -10,7 +10,6 @@ UNTUNED: dict[str, float] = {
     "hybrid": 0.001,
     "loco-4bit": -0.002,
     "one-bit": 0.004,
-    "packed-20": 0.012,
     "thrifty": 0.006,
     "two-bit": 0.0,
 }

@@ -82,9 +82,8 @@ class SiteLinks:
             for name, count in zip(_SENT, bytes_sent, strict=True):
                 setattr(reducer.counters, name, count)
         for state, residuals in zip(self._states(), owed.residuals, strict=True):
-            with state.opened() as places:
-                for name, place, residual in places:
-                    place.put(residual, residuals[name])
+            for name, place, residual in state.residuals():
+                place.put(residual, residuals[name])
         return reducers
 
     def owed(self) -> Owed:
@@ -102,10 +101,10 @@ class SiteLinks:
         of averages, so they count once for every site."""
         site, sites = group.rank(), group.size()
         for reducer in self.collectives.reducers:
-            with reducer.open_residuals() as own, reducer.open_owner_residuals() as as_owner:
-                for i, residual in as_owner.items():
-                    own[i][site].add_(residual[0], alpha=sites)
-                    residual.zero_()
+            own = reducer.residuals
+            for i, residual in reducer.owner_residuals.items():
+                own[i][site].add_(residual[0], alpha=sites)
+                residual.zero_()
 
     def _make(self, group: dist.ProcessGroup) -> None:
         units = [

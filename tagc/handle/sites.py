@@ -19,13 +19,13 @@ from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
 from tagc.handle.compressor import attached
 from tagc.handle.elastic_exchange import ElasticExchange
 from tagc.handle.site_handle import Sites, sites_of
 from tagc.handle.site_links import SiteLinks
 from tagc.plan import Plan, as_list
+from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.sites import SitesConfig
 

@@ -29,7 +29,6 @@ from tagc.basics.progress import say
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.codecs import MESSAGE_FORMAT
 from tagc.collect import (
     Hosts,
     RankOnHost,
@@ -52,6 +51,7 @@ from tagc.handle.collectives import (
 from tagc.handle.compressor import Compressor, attach, attached
 from tagc.handle.readiness import with_kernels
 from tagc.plan import Plan, build_plan, format_bytes, times_less, total
+from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
 Model = TypeVar("Model", bound=nn.Module)

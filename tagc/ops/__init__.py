@@ -10,7 +10,6 @@ from tagc.ops.blocks import BlockOps
 from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
-from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import (
     ABOVE,
     COUNTS,
@@ -36,7 +35,6 @@ __all__ = [
     "LagOps",
     "MatrixOps",
     "Ops",
-    "PackedOps",
     "SketchOps",
     "ThresholdOps",
     "compiles_ahead",

@@ -15,7 +15,6 @@ from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
-from tagc.ops.packed import PackedOps
 from tagc.ops.sketch import SketchOps
 from tagc.ops.thresholds import ThresholdOps
 
@@ -28,7 +27,7 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, PackedOps, LagOps, ThresholdOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:

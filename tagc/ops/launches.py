@@ -28,7 +28,7 @@ class Quantize(Operator):
     average: float = 0.0
     dithered: bool = False
 
-    def bound(self, ops: Ops) -> Callable[..., object]:
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         quantize = partial(ops.quantize, layout=self.layout, average=self.average)
         if not self.dithered:
             return quantize
@@ -47,7 +47,7 @@ class QuantizeMatrix(Operator):
     layout: MatrixLayout
     average: float = 0.0
 
-    def bound(self, ops: Ops) -> Callable[..., object]:
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.quantize_matrix, layout=self.layout, average=self.average)
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
@@ -58,16 +58,29 @@ class QuantizeMatrix(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class _Decodes(Operator):
-    """``(messages [n, words], rows [n, columns])``: decodes each message to its own row.
+    """``(messages, rows [n, columns])``: decodes each of ``messages`` ``[n, words]`` to its own
+    row; or with a ``divisor`` sums: of ``messages`` ``[W, words]`` to one row, or of ``[W, n,
+    words]`` to ``n`` rows.
 
     Attributes:
+        divisor: divides sums; None for no sums.
         add: whether decoded values are added to the rows.
     """
 
+    divisor: int | None = None
     add: bool = False
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor[:, None] if argument == 0 else tensor  # each row is the sum of one message
+        if argument:
+            return tensor
+        if self.divisor is None:
+            return tensor[:, None]  # each row is the sum of one message
+        return _summed(tensor)
+
+
+def _summed(messages: Tensor) -> Tensor:
+    """Messages as ``[n, W, words]``."""
+    return messages[None] if messages.dim() == 2 else messages.transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +89,9 @@ class Dequantize(_Decodes):
 
     layout: BlockLayout
 
-    def bound(self, ops: Ops) -> Callable[..., object]:
-        return partial(ops.dequantize, layout=self.layout, divisor=1, add=self.add)
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        options = {"divisor": self.divisor or 1, "add": self.add}
+        return partial(ops.dequantize, layout=self.layout, **options)
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         _, rows = places
@@ -91,8 +105,9 @@ class DequantizeMatrix(_Decodes):
 
     layout: MatrixLayout
 
-    def bound(self, ops: Ops) -> Callable[..., object]:
-        return partial(ops.dequantize_matrix, layout=self.layout, divisor=1, add=self.add)
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        options = {"divisor": self.divisor or 1, "add": self.add}
+        return partial(ops.dequantize_matrix, layout=self.layout, **options)
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         _, rows = places
@@ -123,14 +138,18 @@ class Put(Operator):
     numel: int
     wire: torch.dtype
 
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return self._with_half if self._leaves_half else self.run
+
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
         return tensor if argument == 0 or self._leaves_half else _elements(tensor, self)
 
     def run(self, rows: Tensor, message: Tensor) -> None:
-        if self._leaves_half:
-            message[:, -1:].zero_()
-            message = _elements(message, self)
         message.copy_(rows)
+
+    def _with_half(self, rows: Tensor, message: Tensor) -> None:
+        message[:, -1:].zero_()
+        _elements(message, self).copy_(rows)
 
     @property
     def _leaves_half(self) -> bool:
@@ -157,8 +176,25 @@ class Get(Operator):
         rows.copy_(elements)
 
 
-def _elements(words: Tensor, sent: Put | Get) -> Tensor:
-    """A view ``[n, numel]`` of the wire's dtype on ``[n, words]`` int32."""
+@dataclass(frozen=True)
+class Sum(Operator):
+    """``(messages [W, words] or [W, n, words], rows [n, numel])``: sums of elements of the dtype
+    ``wire`` in float32, or float64, divided by ``divisor``."""
+
+    numel: int
+    wire: torch.dtype
+    divisor: int
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return tensor if argument else _summed(_elements(tensor, self))
+
+    def run(self, elements: Tensor, rows: Tensor) -> None:
+        wide = torch.float64 if self.wire == torch.float64 else torch.float32
+        torch.div(elements.sum(1, dtype=wide), self.divisor, out=rows)  # and rounds, in one kernel
+
+
+def _elements(words: Tensor, sent: Put | Get | Sum) -> Tensor:
+    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
     return words.view(sent.wire)[..., : sent.numel]
 
 
@@ -174,10 +210,11 @@ class Clamp(Operator):
 
 @dataclass(frozen=True)
 class Copy(Operator):
-    """``(source, target)``, which may differ in dtype."""
+    """``(source, target)``, which may differ in dtype, or be one tensor."""
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -218,6 +255,184 @@ class Differ(Operator):
 
     def run(self, a: Tensor, b: Tensor, flag: Tensor) -> None:
         torch.any(a != b, out=flag)
+
+
+@dataclass(frozen=True)
+class Fill(Operator):
+    """``(x)``: every element becomes ``value``."""
+
+    value: float
+
+    def run(self, x: Tensor) -> None:
+        x.fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Set(Operator):
+    """``(x)`` of as many elements as ``values``."""
+
+    values: tuple[float, ...]
+
+    def run(self, x: Tensor) -> None:
+        x.copy_(torch.tensor(self.values, dtype=x.dtype, device="cpu").view_as(x))
+
+
+@dataclass(frozen=True)
+class Advance(Operator):
+    """``(x)`` int32: adds ``by``. Sums wrap around."""
+
+    by: int
+
+    def run(self, x: Tensor) -> None:
+        x.add_(self.by)
+
+
+@dataclass(frozen=True)
+class Divide(Operator):
+    """``(x)``: divides by ``divisor``."""
+
+    divisor: int
+
+    def run(self, x: Tensor) -> None:
+        x.div_(self.divisor)
+
+
+@dataclass(frozen=True)
+class UndoLag(Operator):
+    """``(decoded [1, n], sent [1, n], out [1, n], weights [2])``. See
+    :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return ops.undo_lag
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return tensor if argument == 3 else tensor[0]
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        ops.prepare_lag()
+
+
+@dataclass(frozen=True)
+class Saturate(Operator):
+    """``(wide, out)``: rounds float32 to the dtype of ``out``. Values beyond its range by no more
+    than the factor ``reach`` become its largest number."""
+
+    reach: float
+
+    def run(self, wide: Tensor, out: Tensor) -> None:
+        largest = torch.finfo(out.dtype).max
+        near = wide.abs() <= self.reach * largest
+        out.copy_(torch.where(near, wide.clamp(-largest, largest), wide))
+
+
+Runs = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Expand(Operator):
+    """``(part [n, c], whole [n, S])``: writes the columns of ``part`` to ``runs``, zeros
+    elsewhere."""
+
+    runs: Runs
+
+    def run(self, part: Tensor, whole: Tensor) -> None:
+        whole.zero_()
+        at = 0
+        for run in self.runs:
+            width = run.stop - run.start
+            whole[:, run] = part[:, at : at + width]
+            at += width
+
+
+@dataclass(frozen=True)
+class Pick(Operator):
+    """``(whole [n, S], part [n, c])``: the columns ``runs``, one after another."""
+
+    runs: Runs
+
+    def run(self, whole: Tensor, part: Tensor) -> None:
+        torch.cat([whole[:, run] for run in self.runs], 1, out=part)
+
+
+@dataclass(frozen=True)
+class Mark(Operator):
+    """``(x [1, S])``: 1 in the columns ``runs``, 0 elsewhere."""
+
+    runs: Runs
+
+    def run(self, x: Tensor) -> None:
+        x.zero_()
+        for run in self.runs:
+            x[:, run] = 1
+
+
+@dataclass(frozen=True)
+class PutBack(Operator):
+    """``(mask, before, x)``: ``x`` becomes ``before`` where the mask is not 0."""
+
+    def run(self, mask: Tensor, before: Tensor, x: Tensor) -> None:
+        # No boolean indexing: it would wait for the device.
+        x.copy_(torch.where(mask != 0, before, x))
+
+
+@dataclass(frozen=True)
+class Pieces(Operator):
+    """``(x, y)``: copies pieces of ``x``, and writes zeros to others of ``y``. In a piece, the
+    elements ``first`` to ``stop`` of the flat tensor on one side are a block on the other.
+
+    Attributes:
+        pieces: first, stop, and the rows and columns of the block.
+        empty: rows and columns of ``y``.
+        back: whether ``x`` has the blocks, and ``y`` is flat.
+    """
+
+    pieces: tuple[tuple[int, int, slice, slice], ...]
+    empty: tuple[tuple[slice, slice], ...] = ()
+    back: bool = False
+
+    def run(self, x: Tensor, y: Tensor) -> None:
+        for rows, columns in self.empty:
+            y[rows, columns].zero_()
+        if not self.pieces:
+            return
+        flat, blocks = (y, x) if self.back else (x, y)
+        flat, pairs = flat.view(-1), []
+        for first, stop, rows, columns in self.pieces:
+            block = blocks[rows, columns]
+            pairs.append((flat[first:stop].view(block.shape), block))
+        of, to = zip(*pairs, strict=True)
+        if self.back:
+            of, to = to, of
+        torch._foreach_copy_(list(to), list(of))  # one kernel on a GPU, instead of one per piece
+
+
+@dataclass(frozen=True)
+class ByRank(Operator):
+    """The tensors of the operators in ``ranks``, of which every rank runs its own."""
+
+    ranks: tuple[Operator, ...]
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return self.ranks[own].bound(ops, own)
+
+
+@dataclass(frozen=True)
+class ByNeighbour(Operator):
+    """``(encoded [n * W, words], send [W, n, words])``: messages in the order of rows to messages
+    in the order of ranks."""
+
+    def run(self, encoded: Tensor, send: Tensor) -> None:
+        ranks, rows, _ = send.shape
+        send.copy_(encoded.view(rows, ranks, -1).transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Stamp(Operator):
+    """``(stamp [2] int32, tails [n, 2])``: counts in the second word, and copies both."""
+
+    def run(self, stamp: Tensor, tails: Tensor) -> None:
+        stamp[1:].add_(1)
+        tails.copy_(stamp.expand_as(tails))
 
 
 def seeds_of(rows: Tensor, out: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@ A block's common scale would give all its elements the same size, and with it th
 moment, by which Adam divides. Gradients of a linear layer are outer products summed over tokens, so
 their sizes follow rows (the output's gradient) and columns (the input). The step of element
 ``(i, j)`` is ``f_i * v_j``. Divided by it, elements are close to Gaussian in attention and MLP,
-less so in embeddings (docs/quality.md has the measurements). Every step computes both:
+less so in embeddings (measured in docs/records/quality.md). Every step computes both:
 
 * ``v_j`` of the column: its sum of magnitudes relative to the largest such sum, in 4 bits, in half
   octaves: 1, 0.75, 0.5, 0.375, ..., 2**-7 * 0.75. Sums are not divided: each is rounded to half

@@ -26,6 +26,7 @@ OWN: Literal["own"] = "own"
 so that all ranks have the same; the row is filled in when they are bound."""
 
 Index = None | int | Literal["own"] | tuple[int, int]
+Collective = Literal["all-gather", "all-gather each", "all-to-all", "reduce-scatter", "all-reduce"]
 Kind = Literal["scratch", "kept", "state", "late"]
 
 
@@ -65,13 +66,19 @@ class Place:
         return tuple(_indexed(i, own) for i in self.at)
 
     @cached_property
-    def numel(self) -> int:
-        """Elements of the view."""
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape of the view."""
         at = self.at or (None,) * len(self.shape)
-        return math.prod(
+        return tuple(
             size if i is None else i[1] - i[0] if isinstance(i, tuple) else 1
             for i, size in zip(at, self.shape, strict=True)
+            if not isinstance(i, int)
         )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the view."""
+        return math.prod(self.view_shape)
 
     def __str__(self) -> str:
         if not self.at:
@@ -95,8 +102,12 @@ def _indexed(index: Index, own: int) -> Any:
 class Operator:
     """An operator with its options, which are the fields of a subclass."""
 
-    def bound(self, ops: Ops) -> Callable[..., object]:
-        """The function that takes the launch's tensors, such as one of an implementation."""
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        """The function that takes the launch's tensors, such as one of an implementation.
+
+        Args:
+            own: what stands for :data:`OWN`.
+        """
         return self.run
 
     def run(self, *tensors: Tensor) -> None:
@@ -136,22 +147,46 @@ class Send:
 
     Attributes:
         kind: ``all-gather``: every rank's ``inp`` becomes a row of ``out``; ``all-gather each``:
-            the same for every row of ``inp`` at once, see :meth:`Transport.gather_each`.
+            the same for every row of ``inp`` at once; ``all-to-all``: row ``d`` of ``inp`` goes to
+            rank ``d``; ``reduce-scatter``: ``out`` ``[n, m]`` is the sum of this rank's rows of
+            ``inp`` ``[n * W, m]``; ``all-reduce``: a sum in place, ``out`` is ``inp``.
         ranks: how many take part.
         flight: the name to wait for.
+        columns: of an all-to-all, the columns that each rank needs of its row; None for all.
+        in_flight: whether anything else runs before it is waited for.
     """
 
-    kind: Literal["all-gather", "all-gather each"]
+    kind: Collective
     level: Level
     ranks: int
     out: Place
     inp: Place
     flight: str
+    columns: tuple[slice, ...] | None = None
+    in_flight: bool = False
 
     @property
     def bytes(self) -> int:
-        """Bytes that a rank sends to others."""
-        return (self.ranks - 1) * self.inp.numel * self.inp.dtype.itemsize
+        """Bytes that a rank sends to others; with :attr:`columns`, the first rank."""
+        return self.bytes_of(0)
+
+    def bytes_of(self, rank: int) -> int:
+        """Bytes that ``rank`` sends to others."""
+        size = self.inp.dtype.itemsize
+        if self.columns is not None:
+            return sum(c.stop - c.start for r, c in enumerate(self.columns) if r != rank) * size
+        sent = self.inp.numel * size
+        if self.kind.startswith("all-gather"):
+            return (self.ranks - 1) * sent
+        part = sent * (self.ranks - 1) // self.ranks
+        return 2 * part if self.kind == "all-reduce" else part
+
+    @property
+    def scratch(self) -> Place | None:
+        """What a backend that does not add up receives before a sum; None without a sum."""
+        if self.kind != "reduce-scatter":
+            return None
+        return Place(f"{self.flight}.received", self.inp.shape, self.inp.dtype)
 
     def __str__(self) -> str:
         return (
@@ -162,9 +197,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """Waits for a collective."""
+    """Waits for a collective, of this run of a program or of an earlier one, if there is any.
+
+    Attributes:
+        turn: whether other units may take turns before it.
+    """
 
     flight: str
+    turn: bool = False
 
     def __str__(self) -> str:
         return f"wait {self.flight}"
@@ -189,9 +229,17 @@ class Program:
     @classmethod
     def of(cls, what: str, parts: Iterable[tuple[str, Iterable[Step]]]) -> Program:
         """A program of parts, each a range of the profiler."""
-        listed = [(name, tuple(steps)) for name, steps in parts]
-        ranges = tuple((name, len(steps)) for name, steps in listed if steps)
-        return cls(what, ranges, tuple(step for _, steps in listed for step in steps))
+        ranges: list[tuple[str, int]] = []
+        listed: list[Step] = []
+        for name, steps in parts:
+            before = len(listed)
+            listed += steps
+            length = len(listed) - before
+            if ranges and ranges[-1][0] == name:
+                length += ranges.pop()[1]
+            if length:
+                ranges.append((name, length))
+        return cls(what, tuple(ranges), tuple(listed))
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -202,16 +250,21 @@ class Program:
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The levels on which it sends, in the order of first use."""
-        return tuple(dict.fromkeys(s.level for s in self.steps if isinstance(s, Send)))
+        return tuple(dict.fromkeys(s.level for s in self.sends))
 
     def sent(self, *levels: Level) -> int:
         """Bytes that a rank sends on these levels."""
-        return sum(s.bytes for s in self.steps if isinstance(s, Send) and s.level in levels)
+        return sum(s.bytes for s in self.sends if s.level in levels)
+
+    @property
+    def sends(self) -> tuple[Send, ...]:
+        """The collectives that it starts."""
+        return tuple(s for s in self.steps if isinstance(s, Send))
 
     @cached_property
     def words(self) -> int:
         """32-bit words of the longest message that leaves the host."""
-        sends = (s for s in self.steps if isinstance(s, Send) and s.level != "inside")
+        sends = (s for s in self.sends if s.level != "inside")
         return max((s.inp.numel * s.inp.dtype.itemsize // 4 for s in sends), default=0)
 
     def prepare(self, ops: Ops) -> None:

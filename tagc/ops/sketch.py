@@ -207,7 +207,28 @@ class SketchOps(Protocol):
     def prepare(
         self, layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None
     ) -> None:
-        """Compile the kernels of :meth:`encode` and :meth:`decode`, so that no step has to."""
+        """Compile the kernels of :meth:`encode` and :meth:`decode`, so that no step has to; for a
+        direct layout with a residual also those of :meth:`select`, on rows of that dtype."""
+        ...
+
+    def select(
+        self,
+        x: Tensor,
+        threshold: Tensor,
+        bitmap: Tensor,
+        counts: Tensor,
+        *,
+        layout: SketchLayout,
+        capacity: int,
+    ) -> None:
+        """Mark the groups of every row that :meth:`encode` would keep without a support.
+
+        Args:
+            x: ``[R, n]`` float32 or bfloat16.
+            threshold: ``[R]`` float32, positive.
+            bitmap: ``[R, words]`` int32, written.
+            counts: ``[R, 4]`` int32, written as by :meth:`encode`; the last column is 0.
+        """
         ...
 
     def insert(

@@ -23,7 +23,6 @@ from tagc.codecs.feedback import (
     LeadFeedback,
 )
 from tagc.codecs.matrix import MatrixPlan
-from tagc.codecs.packed import PackedPlan
 from tagc.codecs.quantized import QuantizedPlan
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops.blocks import BlockLayout
@@ -135,16 +134,6 @@ def _kind(plan: CodecPlan) -> tuple[str, dict[str, Any]]:
             }
             sizes = {"layout": table, "capacity": plan.capacity, "levels": plan.levels}
             return "sketch", {"target": plan.target, "shared": plan.shared} | sizes
-        case PackedPlan():
-            packed = {
-                "numel": plan.layout.numel,
-                "group": plan.layout.group,
-                "capacity": plan.layout.capacity,
-                "low_bits": plan.layout.low_bits,
-                "values": _blocks(plan.layout.values),
-            }
-            # `shared` was an option, since removed.
-            return "packed", {"target": plan.target, "shared": False, "layout": packed}
         case QuantizedPlan():
             return "quantized", {
                 "layout": _blocks(plan.layout),

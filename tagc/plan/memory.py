@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from tagc.ops.program import Program
+from tagc.plan.gathers import Gathers
 from tagc.plan.messages import MessagePlan, Segment
-from tagc.plan.param_slices import is_whole
+from tagc.plan.reductions import Reductions
 from tagc.plan.stages import StagePlan
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
@@ -83,64 +86,33 @@ def buffer_bytes(units: Sequence[UnitPlan], *, gloo: bool) -> int:
 def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
     """The buffers of one unit, including those of its warm-up, by their names in
     :class:`tagc.codecs.workspace.Workspace`."""
-    info, dtype, columns = unit.info, unit.info.dtype, unit.buffer_columns
+    info = unit.info
     if info.world_size == 1:
         return
-    for stage in unit.route:
-        if unit.direction == "parameters":
-            if stage.messages is not None:
-                yield from _of_parameters(unit)
-            if stage.level == "across" and not unit.keeps_copy:
-                if stage.messages is None:
-                    yield "across_recv", dtype, stage.ranks * columns
-                else:
-                    yield "across_recv", torch.int32, stage.ranks * stage.messages.row_words
-        elif stage.level == "inside" and stage.collective == "all-gather":
-            yield "host_average", dtype, columns
-        elif stage.level == "inside":
-            yield "inside_sum", dtype, stage.rows * columns
-            if stage.messages is not None:
-                yield "inside_send", torch.int32, stage.messages.made * stage.messages.row_words
-                yield "inside_received", torch.int32, stage.messages.read * stage.messages.row_words
-            if gloo and (stage.messages is None or unit.warmup_steps):
-                yield "inside_recv", dtype, stage.rows * stage.ranks * columns
-        else:
-            if gloo and stage.level == "across" and (stage.messages is None or unit.warmup_steps):
-                yield "dense_recv", dtype, stage.ranks * columns
-            if stage.messages is not None:
-                yield from _of_messages(stage.messages, gloo=gloo)
-    if unit.shots is not None:
-        slices = unit.peers * unit.shots.reduce.columns
-        yield "slices", dtype, slices
-        yield "slices", torch.float32, slices
-        yield "slice_sum", torch.float32, unit.shots.reduce.columns
-    if unit.compressed and info.flat is not None and not is_whole(info, unit.segments[0].params):
-        yield "flat_grad", dtype, info.world_size * unit.columns
-        yield "flat_shard", dtype, unit.columns
+    if unit.direction == "parameters" and not unit.compressed:
+        if info.ranks_per_host > 1:
+            yield "across_recv", info.dtype, unit.peers * unit.buffer_columns
+        return
+    for program in _programs(unit):
+        places = [p for p in program.places.values() if p.kind == "scratch"]
+        if gloo:
+            places += filter(None, (send.scratch for send in program.sends))
+        for place in places:
+            yield place.name, place.dtype, math.prod(place.shape)
 
 
-def _of_messages(messages: MessagePlan, *, gloo: bool) -> Iterator[Buffer]:
-    yield "message_send", torch.int32, messages.made * messages.row_words
-    yield "message_recv", torch.int32, messages.read * messages.row_words
-    if messages.cells:
-        yield "cells_send", torch.int32, messages.made * messages.cells
-        for segment in messages.segments:
-            if segment.codec.table_cells:
-                cells = messages.made * segment.codec.table_cells
-                yield "cells_of_groups", torch.int32, cells
-        if not messages.for_all:
-            yield "cells_sum", torch.int32, messages.cells
-            if gloo:
-                yield "cells_recv", torch.int32, messages.made * messages.cells
-
-
-def _of_parameters(unit: UnitPlan) -> Iterator[Buffer]:
-    messages = unit.messages
-    yield "parameters_send", torch.int32, messages.row_words
-    if not unit.reuses_forward_message:
-        yield "parameters_recv", torch.int32, messages.read * messages.row_words
+def _programs(unit: UnitPlan) -> Iterator[Program]:
+    if unit.direction != "parameters":
+        programs = Reductions(unit)
+        yield from map(programs.lower, programs.variants)
+        return
+    programs = Gathers(unit)
     if unit.keeps_copy:
-        yield "changes", torch.float32, unit.columns
+        yield from (programs.whole, programs.changes, programs.read)
+    else:
+        yield programs.message
+        if unit.reuses_forward_message:
+            yield from (programs.kept_message, programs.again)
 
 
 def _waiting(unit: UnitPlan) -> int:
@@ -168,16 +140,14 @@ def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment:
     codec, feedback, dtype = segment.codec, segment.codec.feedback, unit.info.dtype
     half = dtype == torch.float16
     # The CPU's operators encode float16 from a copy in float32.
-    found = 4 * messages.made * segment.columns if half and segment.compressed else 0
+    encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
     if stage.level == "inside" and unit.direction == "gradients":
-        return found + codec.sums_bytes(stage.rows, stage.ranks)
-    found += codec.scratch_bytes(messages.made, messages.read)
+        return max(encoding, codec.sums_bytes(stage.rows, stage.ranks))
     adds_up = messages.rows == 1  # otherwise each message fills a row of its own
-    if adds_up:
-        found += codec.widened_bytes(messages.read)
-    if feedback is not None:
-        found += feedback.scratch_bytes(messages.made, segment.columns, dtype)
-    if half and adds_up and codec.compressed and (feedback is None or not feedback.owner_state):
-        # The sum in float32, two masks of its finite values, one of the others, and a result.
-        found += 17 * segment.columns
-    return found
+    decoding = codec.widened_bytes(messages.read) if adds_up else 0
+    after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
+    if half and adds_up and codec.compressed:
+        # Two masks of the finite values of a sum in float32, one of the others, and a result.
+        after = max(after, 13 * segment.columns)
+    scratch = codec.scratch_bytes(messages.made, messages.read)
+    return scratch + max(encoding, decoding, after)

@@ -1,4 +1,15 @@
-"""The messages of one stage: segments, sizes, and how many a rank encodes and decodes."""
+"""The messages of one stage: segments, sizes, and how many a rank encodes and decodes.
+
+A rank's messages are the rows of one buffer. NCCL copies 16 bytes at a time between addresses that
+are multiples of 16, otherwise one element at a time, which for messages is a byte (``reduceCopy``
+in its ``common_kernel.h``). Triton's kernels load vectors under the same condition. So every
+segment starts at a multiple of 4 words, and every message at a multiple of 32::
+
+    | segment | 0-3 words | segment | 0-3 words | stamp | padding to 32 words |
+
+The padding's content is undefined. The stamp always has room, but is written only if ranks exchange
+no headers; see :mod:`tagc.collect.lockstep`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from tagc.codecs import CodecPlan, in_message_order, row_words
+from tagc.codecs import CodecPlan, Span, in_message_order
 from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
+
+MESSAGE_FORMAT = 2
+"""Version of the layout above. Version 1 had no padding, and no room for a stamp on gloo."""
+STAMP_WORDS = 2
+_ROW = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +93,7 @@ class MessagePlan:
     @cached_property
     def row_words(self) -> int:
         """Words of a message including its stamp and padding."""
-        return row_words(self.words)
+        return -(-(self.words + STAMP_WORDS) // _ROW) * _ROW
 
     @cached_property
     def cells(self) -> int:
@@ -88,6 +104,16 @@ class MessagePlan:
     def counts(self) -> int:
         """Words for each destination that all ranks sum, for the next step's thresholds."""
         return sum(s.codec.counts for s in self.segments)
+
+    @cached_property
+    def spans(self) -> tuple[Span[Segment], ...]:
+        """The segments in the order of their words in a message, with columns and words."""
+        found, word = [], 0
+        for s in self.ordered:
+            words = slice(word, word + s.codec.words)
+            found.append(Span(s, slice(s.start, s.stop), words))
+            word += s.codec.room
+        return tuple(found)
 
     @cached_property
     def ordered(self) -> tuple[Segment, ...]:

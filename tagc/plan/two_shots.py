@@ -11,8 +11,7 @@ That is less with 3 or more replicas, and the same with 2::
                          a a b                                       rows [N, C] -> shard [S]
 
 Codecs that send every element can be cut: ``quantized`` between blocks, ``matrix`` between the rows
-of each matrix, ``dense`` anywhere. Codecs that select elements use one shot: the cells of
-``sketch`` are summed on the way, and a sum of ``packed`` has more elements than one message.
+of each matrix, ``dense`` anywhere. ``sketch`` uses one shot: its cells are summed on the way.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackConfig
 from tagc.codecs.matrix import MatrixConfig
-from tagc.codecs.packed import PackedConfig
 from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.codecs.sketch import SketchConfig
 from tagc.policy.conditions import When
@@ -61,7 +60,6 @@ _KEYS: dict[type[Strict], tuple[str, ...]] = {
     FeedbackConfig: ("kind", "dtype", "beta", "reset_steps", "lead"),
     DenseConfig: ("kind", "wire"),
     SketchConfig: ("kind", "density", "symbol", "support", "warmup_steps"),
-    PackedConfig: ("kind", "density", "bits", "group", "block", "warmup_steps"),
     QuantizedConfig: ("kind", "bits", "block", "rounding"),
     QuantizedParametersConfig: ("kind", "bits", "block", "keep_for_backward"),
     MatrixConfig: ("kind", "bits", "group", "level", "warmup_steps"),
@@ -74,7 +72,6 @@ _KEYS: dict[type[Strict], tuple[str, ...]] = {
 }
 # Options that were removed; their value stays in the form.
 _REMOVED: dict[type[Strict], dict[str, Any]] = {
-    PackedConfig: {"support": "own"},
     FeedbackConfig: {"rate": 0.1},
 }
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from tagc.ops import ABOVE, COUNTS, SATURATED
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import PackedLayout, index_of
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
@@ -97,70 +96,22 @@ def _sent(m: Maker, layout: BlockLayout | MatrixLayout, values: Callable[[int], 
     return m.case(tensors, ["out"], layout=layout)
 
 
-def _share_of(layout: PackedLayout | SketchLayout, capacity: int) -> float:
+def _share_of(layout: SketchLayout, capacity: int) -> float:
     """A share of the groups that exceeds the capacity, so that some are dropped."""
     return min(1.0, 1.2 * capacity / max(1, layout.groups))
 
 
-def _pack(m: Maker) -> Case:
-    layout, R = m.packed(), m.inputs.destinations
-    grad = m.values(R, layout.numel, dtype=m.call.dtype("grad"))
-    tensors = {
-        "grad": m.spoilt(grad),
-        "residual": m.optional(R, layout.numel, dtype=m.call.given("residual")),
-        "threshold": m.threshold(grad, _share_of(layout, layout.capacity), layout.group),
-        "message": m.garbage(R, layout.words),
-        "counts": m.garbage(R, COUNTS),
-    }
-    return m.case(tensors, ["residual", "message", "counts"], layout=layout)
-
-
 def _select(m: Maker) -> Case:
-    layout, R = m.packed(), m.inputs.destinations
+    layout, capacity = m.sketch(m.call.option("capacity"))
+    R = m.inputs.destinations
     x = m.values(R, layout.numel, dtype=m.call.dtype("x"))
     tensors: dict[str, Tensor | None] = {
         "x": m.spoilt(x),
-        "threshold": m.threshold(x, _share_of(layout, layout.capacity), layout.group),
-        "bitmap": m.garbage(R, layout.bitmap_words),
+        "threshold": m.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
+        "bitmap": m.garbage(R, layout.words),
         "counts": m.garbage(R, COUNTS),
     }
-    return m.case(tensors, ["bitmap", "counts"], layout=layout)
-
-
-def _messages(m: Maker, layout: PackedLayout, R: int) -> Tensor:
-    x = m.values(R, layout.numel, dtype=torch.float32)
-    message, counts = m.garbage(R, layout.words), m.garbage(R, COUNTS)
-    threshold = m.threshold(x, 0.9 * _share_of(layout, layout.capacity), layout.group)
-    m.reference.pack(x, None, threshold, message, counts, layout=layout)
-    return message
-
-
-def _unpack(m: Maker) -> Case:
-    layout = m.packed()
-    (R,) = m.call.rows
-    tensors: dict[str, Tensor | None] = {
-        "message": _messages(m, layout, R),
-        "out": m.garbage(layout.numel, dtype=m.call.dtype("out")),
-    }
-    return m.case(tensors, ["out"], layout=layout)
-
-
-def _write_index(m: Maker) -> Case:
-    layout, R = m.packed(), m.call.rows[0]
-    tensors: dict[str, Tensor | None] = {
-        "bitmap": m.bits(R, layout.groups, layout.capacity),
-        "index": m.garbage(R, layout.index_words),
-    }
-    return m.case(tensors, ["index"], layout=layout)
-
-
-def _read_index(m: Maker) -> Case:
-    layout, R = m.packed(), m.call.rows[0]
-    tensors: dict[str, Tensor | None] = {
-        "index": index_of(_messages(m, layout, R), layout).clone(),
-        "bitmap": m.garbage(R, layout.bitmap_words),
-    }
-    return m.case(tensors, ["bitmap"], layout=layout)
+    return m.case(tensors, ["bitmap", "counts"], layout=layout, capacity=capacity)
 
 
 def _encoding(m: Maker, layout: SketchLayout, capacity: int, levels: int, call: Call) -> Case:
@@ -298,14 +249,10 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "dequantize": _dequantize,
     "quantize_matrix": _quantize_matrix,
     "dequantize_matrix": _dequantize_matrix,
-    "pack": _pack,
-    "unpack": _unpack,
-    "select": _select,
-    "write_index": _write_index,
-    "read_index": _read_index,
     "undo_lag": _undo_lag,
     "steer": _steer,
     "encode": _encode,
+    "select": _select,
     "decode": _decode,
     "insert": _insert,
     "peel": _peel,

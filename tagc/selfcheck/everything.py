@@ -10,8 +10,6 @@ import torch
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
-from tagc.ops.packed import GROUPS as PACKED_GROUPS
-from tagc.ops.packed import PackedLayout, plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck.calls import Call
@@ -39,14 +37,6 @@ def every_call() -> Iterator[Call]:
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from matrix_calls(layout, *chosen)
-    # Indexes of each form, with few and many low bits, and with room for all groups.
-    densities = itertools.cycle((0.002, 0.05, 0.4, 1.0, 0.01))
-    for group in 3 * PACKED_GROUPS:
-        numel = 32 * 70 * group + 5
-        capacity = int(next(densities) * -(-numel // group))
-        bits = 4 if group > 2 else 8
-        layout = plan_packed(numel, capacity=capacity, group=group, bits=bits)
-        yield from packed_calls(layout, next(dtypes), next(divisors))
     for dtype in _GRADIENTS:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
@@ -111,27 +101,6 @@ def _elementwise(operator, layout, dtypes, average, divisor, ranks, others) -> I
     )
 
 
-def packed_calls(
-    layout: PackedLayout, dtypes: Dtypes, divisor: int, ranks: int = 8
-) -> Iterator[Call]:
-    """Those of codec ``packed``."""
-    gradient, residual = dtypes
-    tensors = (
-        ("grad", gradient), ("residual", residual), ("threshold", _F32), ("message", _I32),
-        ("counts", _I32),
-    )  # fmt: skip
-    yield Call("pack", (2,), tensors, (("layout", layout),))
-    tensors = (("message", _I32), ("out", gradient))
-    yield Call("unpack", (ranks,), tensors, (("layout", layout), ("divisor", divisor)))
-    tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
-    yield Call("select", (2,), tensors, (("layout", layout),))
-    for operator in ("write_index", "read_index"):
-        tensors = (("bitmap", _I32), ("index", _I32))
-        if operator == "read_index":
-            tensors = tensors[::-1]
-        yield Call(operator, (2,), tensors, (("layout", layout),))
-
-
 def encoder_calls(
     layout: SketchLayout, dtypes: Dtypes, divisor: int, ranks: int = 2, capacity: int | None = None
 ) -> Iterator[Call]:
@@ -151,6 +120,8 @@ def encoder_calls(
         )  # fmt: skip
         options = (("layout", layout), ("levels", symbol.levels(W)), ("capacity", capacity))
         yield Call("encode", (W,), tensors, options)
+    tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
+    yield Call("select", (1,), tensors, (("layout", layout), ("capacity", capacity)))
     tensors = (
         ("index", _I32), ("cells", _I32), ("step", _F32), ("seed", _I32),
         ("out", gradient), ("residual", residual), ("stats", _I32),

@@ -15,11 +15,10 @@ from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
 from tagc.selfcheck.placement import GARBAGE, is_intact
-from tagc.selfcheck.small import small_blocks, small_packed, small_sketch
+from tagc.selfcheck.small import small_blocks, small_sketch
 
 # Values that a few elements get: too large to add, next to zero, and not finite.
 _ROUGH = (torch.nan, torch.inf, -torch.inf, 3.4028234e38, -3.4028234e38, 1e-45, -0.0)
@@ -101,10 +100,6 @@ class Maker:
         """The layout of the call, made small if the inputs say so."""
         layout = self.call.option("layout")
         return small_blocks(layout) if self.inputs.small else layout
-
-    def packed(self) -> PackedLayout:
-        layout = self.call.option("layout")
-        return small_packed(layout) if self.inputs.small else layout
 
     def sketch(self, capacity: int) -> tuple[SketchLayout, int]:
         """See :meth:`blocks`; the capacity shrinks with the layout."""

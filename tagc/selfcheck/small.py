@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 
 # Blocks, rows and words of a bitmap for a few programs.
@@ -54,15 +53,6 @@ def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayou
     destinations = min(destinations, max(2, few))
     count = max(small.count, -(-columns // (destinations * layout.columns)))
     return replace(small, count=count), destinations
-
-
-def small_packed(layout: PackedLayout) -> PackedLayout:
-    """A few words of a bitmap, with the same share of the groups as capacity."""
-    numel = shortened(layout.numel, 32 * layout.group, _WORDS)
-    groups = -(-numel // layout.group)
-    capacity = _share(layout.capacity, layout.groups, groups)
-    values = replace(layout.values, numel=capacity * layout.group)
-    return replace(layout, numel=numel, capacity=capacity, values=values)
 
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:

@@ -40,11 +40,10 @@ WEIGHTS = {"name": "*.weight"}
 INT8 = {"when": WEIGHTS, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
 KEPT = {"when": WEIGHTS, "codec": INT8["codec"] | {"keep_for_backward": True}}
 CHANGES = {"when": WEIGHTS, "codec": {"kind": "delta", "bits": 4, "block": 32}}
-PACKED = {"when": WEIGHTS, "codec": {"kind": "packed", "density": 0.3}}
 SKETCH = {"when": WEIGHTS, "codec": {"kind": "sketch", "density": 0.3}}
 POLICIES: dict[str, Any] = {
     "8 bits": {"schema": 1, "gradients": [INT8], "parameters": [INT8]},
-    "kept": {"schema": 1, "gradients": [PACKED], "parameters": [KEPT]},
+    "kept": {"schema": 1, "gradients": [INT8], "parameters": [KEPT]},
     "changes": {"schema": 1, "gradients": [INT8], "parameters": [CHANGES]},
     "sketch": {"schema": 1, "gradients": [SKETCH]},
     "dense": "dense",
@@ -84,8 +83,7 @@ class Model:
         self.losses: list[Tensor] = []
         self.calls = 0
         reducer = tagc.compressor(self.module).reducers[0]
-        levels = [] if reducer.inside is None else [*reducer.inside.transports, reducer._across]
-        self.transports: Any = [*levels, Transport(self.group)]
+        self.transports: Any = [*reducer._levels.values(), Transport(self.group)]
 
     def end(self) -> None:
         end = Lockstep("parameters", "the end", torch.device("cpu"))

@@ -22,11 +22,12 @@ import tagc
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
+from support.launching import sketch_of
 from support.marks import covering, slow
 from support.paths import EXAMPLES
 from support.small_net import EVERYTHING, local_grads, local_weights, loss_of, net, sharded, train
 from support.units import gathered, policy
-from tagc.codecs.sketch import SketchCodec, SketchPlan
+from tagc.codecs.sketch import SketchPlan
 from tagc.collect import UnitReducer
 from tagc.policy import Policy
 
@@ -217,10 +218,8 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
         train(model, rank, 6)
         results.append(local_weights(model))
         for reducer in tagc.compressor(model).reducers:
-            sketch = reducer.coder.codecs["sketch"]
-            assert isinstance(sketch, SketchCodec)
-            steering, seed = sketch.controllers[0], sketch.seed
-            for shared in (steering.threshold, steering.boost, seed):
+            sketch = sketch_of(reducer)
+            for shared in (sketch.threshold, sketch.boost, sketch.seed):
                 everyones = gathered(shared)
                 assert (everyones.view(torch.int32) == everyones.view(torch.int32)[0]).all()
         assert tagc.compressor(model).metrics().unresolved == 0

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from support.distributed import on_ranks
 from support.layouts import kept
 from support.small_net import local
-from support.states import PACKED, QUANTIZED, wrapped
+from support.states import QUANTIZED, SKETCH, wrapped
 from support.units import gathered
 
 STEPS, WARM = 8, 3
@@ -55,7 +55,7 @@ class Books:
     def __init__(self, how: str, ranks: int, hosts: int | None) -> None:
         self.replicated, self.static = how == "replicate", how == "static_graph"
         model = Parts(odd=not self.replicated)
-        warm = PACKED | {"warmup_steps": WARM}  # of the whole unit
+        warm = SKETCH | {"warmup_steps": WARM}  # of the whole unit
         rules = [
             {"when": {"name": names}, "codec": codec, "feedback": {"kind": "residual"}}
             for names, codec in ((["a"], QUANTIZED), (["b", "few"], warm))

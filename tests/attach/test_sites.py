@@ -19,9 +19,9 @@ from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
-from tagc.codecs import Coder
 from tagc.collect import Anchor
 from tagc.collect.transport import Transport
+from tagc.ops.launches import Dequantize
 
 
 def eager(
@@ -161,7 +161,6 @@ CODECS: dict[str, dict[str, Any]] = {
         "codec": {"kind": "matrix", "bits": 1},
         "feedback": {"kind": "residual", "lead": 0.5},
     },
-    "largest": {"when": WEIGHTS, "codec": {"kind": "packed", "density": 0.2, "bits": 4}},
     "sketch": {"when": WEIGHTS, "codec": {"kind": "sketch", "density": 0.2, "warmup_steps": 1}},
 }
 
@@ -228,12 +227,13 @@ def test_no_unit_waits_for_another(rank: int, world_size: int, delay: int) -> No
     events: list[str] = []
 
     def noting(event: str, function: Any) -> Any:
-        return lambda *args: (events.append(event), function(*args))[1]
+        return lambda *args, **how: (events.append(event), function(*args, **how))[1]
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_to_all", "gather"):
             patch.setattr(Transport, name, noting("sent", getattr(Transport, name)))
-        patch.setattr(Coder, "decode", noting("decoded", Coder.decode))
+        bound = Dequantize.bound
+        patch.setattr(Dequantize, "bound", lambda *args: noting("decoded", bound(*args)))
         train(model, optimizer, rank, range(1 + delay))
     units = sum(bool(unit.compressed) for unit in handle.plan().units)
     assert units > 1

@@ -19,7 +19,6 @@ CODECS: dict[str, dict[str, Any]] = {
         "codec": {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"},
         "feedback": {"kind": "none"},
     },
-    "selected": {"codec": {"kind": "packed", "density": 0.3}},
     "sketch": {"codec": {"kind": "sketch", "density": 0.3}},
 }
 

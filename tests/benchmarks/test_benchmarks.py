@@ -4,273 +4,128 @@ from __future__ import annotations
 
 import json
 import sys
-import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import tagc
-from benchmarks import kernels, suites
-from benchmarks.kernels.case import Case
-from benchmarks.kernels.measure import measure
-from benchmarks.kernels.ops import decode, encode, inputs, messages
-from benchmarks.kernels.ops.codecs import CODES
-from benchmarks.kernels.ops.row_hash import RowHash
-from benchmarks.kernels.plots import over_size
-from benchmarks.kernels.registry import Contender, Problem
-from benchmarks.kernels.selection import select
-from benchmarks.timing import HostClock, Timed, interleaved
+from benchmarks import suites
+from benchmarks.kernels import operators
+from benchmarks.kernels.measure import HostClock, interleaved, measure
+from benchmarks.kernels.operators import CODES, OPS, Case, select
 from support.marks import covering, slow
-from tagc.ops import reference
+from support.paths import ROOT
 
 CPU = torch.device("cpu")
-CONTENDERS = {"tagc", "reference", "topk", "row-hash", "clone"}
-SENDERS = ["quantize", "pack", "quantize_matrix"]
-RECEIVERS = ["dequantize", "unpack", "dequantize_matrix"]
+RESULTS = ROOT / "benchmarks" / "results"
+SMALL = ["kernels", "--quick", "--device", "cpu", "--sizes", "12", "13"]
 
 
-def case(op: str, **values) -> Case:
-    given = {"residual": "float32", "density": 0.05, "symbol": "int8x4"} | values
-    return Case(op=op, numel=1 << 13, **given)
+def case_of(op: str, gradient: str = "float32", **values: Any) -> Case:
+    first = {"residual": "float32", "density": 0.05, "symbol": "int8x4", "bits": 4, "code": "int1"}
+    given = {axis: first[axis] for axis in OPS[op]} | values
+    return Case(op=op, numel=1 << 13, gradient=gradient, **given)
 
 
-def measured(chosen: Case) -> dict:
-    return measure(chosen, CPU, HostClock(cold=False), budget=0.01)
+def measured(case: Case) -> dict[str, Any]:
+    return measure(case, CPU, HostClock(), budget=0.01)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        case("encode"),
-        case("decode"),
-        slow(case("encode", gradient="bfloat16", residual="bfloat16")),
-        slow(case("decode", gradient="bfloat16", residual="bfloat16")),
-    ],
-    ids=lambda chosen: chosen.name,
-)
-def test_every_contender_is_right_but_the_lossy_one(chosen):
-    record = measured(chosen)
-    assert set(record["contenders"]) == CONTENDERS
-    wrong = {name: said["wrong"] for name, said in record["contenders"].items() if said["wrong"]}
-    assert wrong.keys() == {"row-hash"}
-    assert record["contenders"]["row-hash"]["unrecovered"] > 0
-    assert record["refused"] == {"row-hash": f"row-hash: {wrong['row-hash']}"}
-    assert set(record["speedup"]) == CONTENDERS - {"tagc", "row-hash"}
+@pytest.mark.parametrize(("gradient", "op"), covering(["float32", "bfloat16"], list(OPS)))
+def test_every_operator_is_right(op: str, gradient: str) -> None:
+    record = measured(case_of(op, gradient))
+    assert {"tagc", "reference", "clone"} == set(record["contenders"])
+    assert not any(result["wrong"] for result in record["contenders"].values())
+    assert "compared" not in record["contenders"]["tagc"]
+    assert set(record["speedup"]) == {"reference", "clone"}
     json.dumps(record)
-
-
-@pytest.mark.parametrize(("gradient", "op"), covering(["float32", "bfloat16"], SENDERS + RECEIVERS))
-def test_messages_are_right(op, gradient):
-    chosen = next(
-        c for c in select("full", "cpu", sizes=[13]) if c.op == op and c.gradient == gradient
-    )
-    check_messages(measured(chosen))
 
 
 @pytest.mark.parametrize("code", [c if c in ("int1", "group8") else slow(c) for c in CODES])
-def test_every_code_of_a_matrix_is_right(code):
-    n = 1 << 13
-    record = measured(Case(op="quantize_matrix", numel=n, residual="float32", code=code))
-    check_messages(record)
-    assert (record["rows"], record["columns"]) == (64, 128)
-    check_messages(measured(Case(op="dequantize_matrix", numel=n, code=code)))
-
-
-def check_messages(record: dict) -> None:
-    assert {"tagc", "reference", "clone"} <= set(record["contenders"])
-    assert {name for name, said in record["contenders"].items() if said["wrong"]} == set()
-    assert "compared" not in record["contenders"]["tagc"]
-    assert set(record["speedup"]) == set(record["contenders"]) - {"tagc"}
-    json.dumps(record)
-
-
-def smallest(op: str) -> Case:
-    return next(c for c in select("quick", "cpu", sizes=[13]) if c.op == op)
+def test_bytes_of_the_floor(code: str) -> None:
+    # A sketch: gradient, two residuals and a bit a group. A matrix of 64 rows of 128 columns: the
+    # base, 4 bits a column, 8 a row, and the codes.
+    n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
+    codes = {"int2": n // 16, "int1": n // 32, "group8": 64 * 2}[code]
+    assert measured(case_of("encode"))["floor_bytes"] == 12 * n + n // 4 // 8
+    assert measured(case_of("decode"))["floor_bytes"] == 4 * n + n // 4 // 8
+    sent = measured(case_of("quantize_matrix", code=code))["floor_bytes"]
+    assert sent == 12 * n + 4 * (head + codes)
+    assert measured(case_of("dequantize_matrix", code=code))["floor_bytes"] == (
+        4 * n + 8 * (head + codes)
+    )
 
 
 class Damages:
     """Ours, but every operator then flips a bit of one of its tensors."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
+    def __init__(self, ops: Any, position: int) -> None:
+        self._ops, self._position = ops, position
 
-    def __getattr__(self, name):
-        def run(*tensors, **sizes):
-            getattr(inputs.ours(CPU)[0], name)(*tensors, **sizes)
-            tensors[self.position].flatten()[5:6].view(torch.int32).bitwise_xor_(1)
+    def __getattr__(self, name: str) -> Any:
+        def run(*tensors: Any, **sizes: Any) -> None:
+            getattr(self._ops, name)(*tensors, **sizes)
+            tensors[self._position].flatten()[5:6].view(torch.int32).bitwise_xor_(1)
 
         return run
 
 
-@pytest.mark.parametrize("op", SENDERS)
-def test_a_sender_must_have_the_bits_of_the_reference(op, monkeypatch):
-    message = 3 if op == "pack" else 2
-    for position, what in ((1, "residual"), (message, "message")):
-        monkeypatch.setattr(messages, "ours", lambda device, at=position: (Damages(at), ""))
-        wrong = measured(smallest(op))["contenders"]["tagc"]["wrong"]
-        assert f"the {what} differs" in wrong or "sent plus residual" in wrong
+@pytest.mark.parametrize(
+    ("op", "position"),
+    [("encode", 1), ("encode", 6), ("quantize", 1), ("quantize_matrix", 2), ("dequantize", 1),
+     ("decode", 4)],
+)  # fmt: skip
+def test_a_wrong_bit_is_noticed(op: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_ops = operators.get_ops
+    monkeypatch.setattr(operators, "get_ops", lambda *which: Damages(get_ops(*which), position))
+    with pytest.raises(RuntimeError, match=r"differ from the reference's|is not the gradient"):
+        measured(case_of(op))
 
 
-@pytest.mark.parametrize("op", RECEIVERS)
-def test_a_receiver_must_have_the_bits_of_the_reference(op, monkeypatch):
-    monkeypatch.setattr(messages, "ours", lambda device: (Damages(1), ""))
-    record = measured(smallest(op))
-    assert record["contenders"]["tagc"]["wrong"] == "the shard differs from the reference's"
-    assert record["speedup"] == {}
+def test_without_the_reference_ours_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = operators._contender
 
+    def fails(row: Any, codec: Any, sends: Any, expected: Any, ops: Any, note: str) -> Any:
+        if note == "eager torch":
+            raise torch.OutOfMemoryError("too large\nand more")
+        return make(row, codec, sends, expected, ops, note)
 
-@pytest.mark.parametrize("op", SENDERS + RECEIVERS)
-def test_messages_without_a_reference(op, monkeypatch):
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError("too large")
-
-    # What the check of a sender or the input of a receiver needs still works.
-    real = {name: getattr(reference, name) for name in SENDERS + RECEIVERS}
-    monkeypatch.setattr(messages, "reference", types.SimpleNamespace(**real | {op: fails}))
-    record = measured(smallest(op))
-    assert record["contenders"]["tagc"]["wrong"] is None
+    monkeypatch.setattr(operators, "_contender", fails)
+    record = measured(case_of("quantize"))
     assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
-    assert set(record["refused"]) == {"reference"}
+    assert record["refused"] == {"reference": "reference: OutOfMemoryError: too large"}
 
 
-def test_bytes_of_the_floor_of_messages():
-    n = 1 << 13
-    words = n * 4 // 32 + n // 256 // 2
-    quantize = Case(op="quantize", numel=n, residual="bfloat16", bits=4)
-    assert measured(quantize)["floor_bytes"] == 8 * n + 4 * words
-    assert measured(Case(op="dequantize", numel=n, bits=4))["floor_bytes"] == 4 * n + 8 * words
-
-
-def test_bytes_of_the_floor_of_a_matrix():
-    # 64 rows of 128 columns: the base, 4 bits a column, 8 a row.
-    n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
-    sent = Case(op="quantize_matrix", numel=n, residual="float32", code="int1")
-    assert measured(sent)["floor_bytes"] == 12 * n + 4 * (head + n // 32)
-    # 16 codes of 4 bits.
-    added = Case(op="dequantize_matrix", numel=n, code="group8")
-    assert measured(added)["floor_bytes"] == 4 * n + 8 * (head + 64 * 2)
-
-
-def test_bytes_of_the_floor():
-    n, bits = 1 << 13, (1 << 13) // 4 // 8
-    assert measured(case("encode"))["floor_bytes"] == 12 * n + bits
-    mixed = case("encode", gradient="bfloat16", residual="bfloat16")
-    assert measured(mixed)["floor_bytes"] == 6 * n + bits
-    assert measured(case("decode"))["floor_bytes"] == 4 * n + bits
-
-
-def test_row_hash_recovers_everything_where_its_lanes_are_long_enough():
-    # 1024 rows with half the elements above the threshold: 512 keys in every lane.
-    chosen = Case(
-        op="decode", numel=1 << 20, residual="float32", density=0.5, symbol="int32x1"
-    )  # fmt: skip
-    data = inputs.make_inputs(chosen, CPU)
-    codec, residual = RowHash(data), data.residual[0].clone()
-    codec.encode(data.grad[0], residual)
-    out = torch.empty_like(data.x)
-    lost = codec.decode(out)
-    assert codec.check(out, lost) is None or codec.details["unrecovered"] < 1e-3
-    kept = data.x.abs() >= data.element_threshold
-    assert (out - torch.where(kept, data.x, 0.0)).abs().gt(1e-3).sum() <= lost
-    assert torch.equal(residual, torch.where(kept, 0.0, data.x))
-
-
-def test_no_speedup_by_a_wrong_result(monkeypatch):
-    ops, note = inputs.ours(CPU)
-
-    class Wrong:
-        def encode(self, grad, residual, *rest, **sizes):
-            ops.encode(grad, residual, *rest, **sizes)
-            residual[0, 5] += 1.0
-
-    monkeypatch.setattr(encode, "ours", lambda device: (Wrong(), note))
-    record = measured(case("encode"))
-    assert "sent plus residual" in record["contenders"]["tagc"]["wrong"]
-    assert record["speedup"] == {}
-    assert set(record["refused"]) == CONTENDERS - {"tagc"}
-    assert "**wrong**" in kernels.table([{"device": "cpu"} | record])
-
-
-def test_bits_that_differ_from_the_reference_are_wrong(monkeypatch):
-    ops, note = inputs.ours(CPU)
-
-    class Wrong:
-        def encode(self, *tensors, **sizes):
-            ops.encode(*tensors, **sizes)
-            tensors[7][0, 3] += 1  # the count of saturated groups
-
-        def decode(self, index, cells, step, seed, out, residual, stats, **sizes):
-            ops.decode(index, cells, step, seed, out, residual, stats, **sizes)
-            out[out.nonzero()[0]] *= 2
-
-    for module, said in ((encode, "counts differs"), (decode, "shard plus residual")):
-        monkeypatch.setattr(module, "ours", lambda device: (Wrong(), note))
-        record = measured(case(module.__name__.rpartition(".")[2]))
-        assert said in record["contenders"]["tagc"]["wrong"]
-
-
-def test_a_contender_that_raises_is_reported_and_the_others_go_on(monkeypatch):
-    def broken() -> Contender:
-        raise torch.OutOfMemoryError("too large\nand more")
-
-    def problem(chosen, device):
-        fine = {"tagc": lambda: Contender(run=lambda: None)}
-        return Problem(floor_bytes=800, contenders=fine | {"huge": broken})
-
-    monkeypatch.setattr(encode, "problem", problem)
-    record = measured(case("encode"))
-    assert record["contenders"]["huge"] == {"wrong": "OutOfMemoryError: too large"}
-    assert record["refused"] == {"huge": "huge: OutOfMemoryError: too large"}
-    assert record["contenders"]["tagc"]["ms"] >= 0
-
-
-def test_without_the_reference_ours_is_still_checked(monkeypatch):
-    def fails(*args, **kwargs):
+def test_a_case_that_fails_takes_nothing_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    def fails(*args: Any) -> Any:
         raise torch.OutOfMemoryError("too large")
 
-    for op in ("encode", "decode"):
-        with monkeypatch.context() as patch:
-            module = {"encode": encode, "decode": decode}[op]
-            # encode's check decodes by the reference, which still works.
-            real = {name: getattr(reference, name) for name in ("encode", "decode")}
-            patch.setattr(module, "reference", types.SimpleNamespace(**real | {op: fails}))
-            record = measured(case(op))
-        assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
-        assert record["contenders"]["tagc"]["wrong"] is None
-        assert set(record["refused"]) == {"reference", "row-hash"}
-
-
-def test_a_case_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
-    file = tmp_path / "k.jsonl"
-
-    def problem(chosen, device):
-        raise torch.OutOfMemoryError("too large")
-
-    monkeypatch.setattr(encode, "problem", problem)
-    small = [
-        "kernels",
-        "--quick",
-        "--device",
-        "cpu",
-        "--sizes",
-        "12",
-        "13",
-        "--plots",
-        str(tmp_path),
-    ]
-    assert suites.main([*small, "--filter", "code/*5%", "--json", str(file)]) == 1
+    file = tmp_path / "sub" / "k.jsonl"
+    monkeypatch.setitem(operators._OPS, "encode", (fails, True))
+    assert suites.main([*SMALL, "--filter", "code/*5%", "--json", str(file)]) == 1
     table = capsys.readouterr().out
     assert "encode/2^12/float32/float32/5%/int8x4 failed: OutOfMemoryError: too large" in table
-    assert "| decode/2^12" in table
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert ["failed" in record for record in records] == [True, False, True, False]
+    command = "python -m benchmarks kernels --device cpu --quick --sizes 12 13"
+    assert records[0]["command"] == f"{command} --filter 'code/*5%'"
+
+    assert suites.main(["report", str(file), "--plots", str(tmp_path / "plots")]) == 0
+    assert table.strip() in capsys.readouterr().out
+    (image,) = (tmp_path / "plots").iterdir()
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
-def test_slow_contenders_take_fewer_turns():
-    order = []
-    runs = {name: Timed(lambda name=name: order.append(name)) for name in ("a", "b")}
+def test_slow_contenders_take_fewer_turns() -> None:
+    order: list[str] = []
+    runs = {
+        name: operators.Contender(run=lambda name=name: order.append(name)) for name in ("a", "b")
+    }
 
-    def clock(timed: Timed) -> tuple[float, float]:
+    def clock(timed: operators.Contender) -> tuple[float, float]:
         timed.run()
         return (2.0, 1.0) if order[-1] == "a" else (4.0, 3.0)
 
@@ -280,80 +135,43 @@ def test_slow_contenders_take_fewer_turns():
     assert {t.repeats for t in interleaved(runs, clock, budget=0).values()} == {1}
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_caches_are_flushed_between_restoring_the_inputs_and_the_run(cold, monkeypatch):
-    order: list[str] = []
-    clock = HostClock(cold=cold)
-    if cold:
-        assert clock._flush is not None
-        assert clock._flush.nbytes == 128 << 20
-        flush = types.SimpleNamespace(add_=lambda one: order.append("flush"))
-        monkeypatch.setattr(clock, "_flush", flush)
-    clock(Timed(lambda: order.append("run"), lambda: order.append("before")))
-    assert order == ["before", "flush", "run"] if cold else ["before", "run"]
-    assert ("flushed" in clock.about) == cold
-
-
-def test_selection():
-    names = [c.name for c in select("default", "cpu")]
-    assert len(set(names)) == len(names)
-    for part in ("2^20/", "2^24/", "1%", "5%", "float32/bfloat16", "bfloat16/float32", "int16x2",
-                 "int32x1"):  # fmt: skip
-        assert any(part in name for name in names), part
-    # encode and decode, quantize, dequantize, pack, unpack, quantize_matrix, dequantize_matrix:
-    # five sizes, and the axes of each.
-    codes = len(CODES)
-    assert len(select("full", "cuda")) == 5 * (
-        2 * 2 * 3 * 4 + 2 * 4 + 2 * 2 + 2 * 4 + 2 * 2 + codes * 4 + codes * 2
-    )
+def test_selection() -> None:
     for device in ("cpu", "cuda"):
-        matrices = [c for c in select("default", device) if c.op == "quantize_matrix"]
-        assert {c.code for c in matrices} == set(CODES)
-    assert any("2^28" in c.name for c in select("default", "cuda"))
-    filtered = select("default", "cpu", ["decode/2^20", "encode*int16x2"])
+        names = [c.name for c in select(device)]
+        assert len(set(names)) == len(names)
+        parts = ("2^20/", "1%", "float32/bfloat16", "int16x2", "int8", *CODES)
+        assert all(any(part in name for name in names) for part in parts)
+    filtered = select("cpu", ["decode/2^20", "encode*int16x2"])
     assert {c.op + c.symbol for c in filtered if c.symbol} == {"decodeint8x4", "encodeint16x2"}
-    assert {c.numel for c in select("quick", "cpu", sizes=[12])} == {1 << 12}
+    assert {c.numel for c in select("cpu", sizes=[12], quick=True)} == {1 << 12}
 
 
-def test_command_line_writes_what_the_report_draws(tmp_path, capsys):
-    file, plots = tmp_path / "sub" / "k.jsonl", tmp_path / "plots"
-    small = ["kernels", "--quick", "--device", "cpu", "--sizes", "12", "13", "--json", str(file)]
-    assert suites.main([*small, "--filter", "encode"]) == 0
-    table = capsys.readouterr().out.strip()
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [r["numel"] for r in records] == [1 << 12, 1 << 12, 1 << 13, 1 << 13]
-    said = "python -m benchmarks kernels --device cpu --quick --sizes 12 13 --filter encode"
-    assert {r["command"] for r in records} == {said}
-    assert all(r["suite"] == "kernels" and r["tagc"] == tagc.__version__ for r in records)
-
-    assert suites.main(["report", str(file), "--plots", str(plots)]) == 0
-    said = capsys.readouterr().out
-    assert table.splitlines()[-1] in said
-    images = sorted(plots.glob("*.png"))
-    assert [p.name for p in images] == ["kernels-fraction.png", "kernels-time.png"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in images)
-
-
-def test_a_line_over_size_has_cases_of_one_kind():
-    values = {"quantize": ("bits", (4, 8)), "quantize_matrix": ("code", ("int2", "int1"))}
-    records = [
-        measured(Case(op=op, numel=1 << size, residual="float32", **{axis: value}))
-        for op, (axis, choices) in values.items()
-        for size, value in ((12, choices[0]), (13, choices[0]), (12, choices[1]))
-    ]
-    panels = over_size(records)
-    assert [panel.title for panel in panels] == list(values)
-    curves = [curve for panel in panels for curve in panel.curves]
-    assert {tuple(curve.x) for curve in curves} == {(1 << 12, 1 << 13)}
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("kernel", 2, "unknown suite 'kernel'"),
+        ("kernels --filter nothing --device cpu", 1, "no case matches"),
+        ("report nowhere.jsonl", 2, "No such file"),
+        ("host --steps 1", 2, "quartiles need at least 2"),
+        ("quality paired --settings Moon", 2, "unknown: Moon"),
+        ("quality paired --lines 1bit", 2, "unknown: 1bit"),
+        ("quality sweep --methods nothing", 2, "unknown: nothing"),
+        ("quality sweep --width 48", 2, "--width 48: not a multiple of 32"),
+        ("quality gpu --device cpu --text nowhere.npz", 2, "no such file: nowhere.npz"),
+    ],
+)
+def test_the_command_line_refuses(command: str, status: int, said: str, capsys: Any) -> None:
+    assert suites.main(command.split()) == status
+    found = capsys.readouterr()
+    assert said in found.out + found.err
 
 
-def test_command_line_errors(tmp_path, capsys, monkeypatch):
-    assert suites.main(["kernel"]) == 2
-    assert "unknown suite 'kernel'" in capsys.readouterr().err
+def test_help_and_plots_without_matplotlib(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert suites.main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert all(name in usage for name in suites.SUITES)
-    assert suites.main(["kernels", "--filter", "nothing", "--device", "cpu"]) == 1
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"suite": "kernels"}\nnot json\n')
     assert suites.main(["report", str(bad)]) == 2
@@ -361,3 +179,39 @@ def test_command_line_errors(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert suites.main(["kernels", "--device", "cpu", "--plots", str(tmp_path)]) == 2
     assert "tagc[demo]" in capsys.readouterr().err
+
+
+def test_an_aggregator_adds_sketches_without_decoding(tmp_path: Path, capsys: Any) -> None:
+    """The command itself checks the sums of sketches, to the bit."""
+    small = ["--workers", "3", "--numel", "65536", "--rounds", "2"]
+    assert suites.main(["aggregate", *small, "--json", str(tmp_path / "r.jsonl")]) == 0
+    rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:4]]
+    dense, sketched = (float(row[1]) for row in rows)
+    assert dense == 32
+    assert sketched < 1
+
+
+@pytest.mark.slow
+def test_structure_counts_calls(capsys: Any) -> None:
+    assert suites.main(["structure", "--policies", "one-bit"]) == 0
+    out = capsys.readouterr().out
+    assert "| `triton_kernels` |" in out
+    assert "| `one-bit` |" in out
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("network", "0.313 s (1.07×) | 0.359 s (2.21×) | 0.568 s (4.90×) | 0.873 s (5.98×) |"),
+        ("network-hosts", "1.085 s (3.00×) | 1.006 s (5.64×) | 1.222 s (8.70×) |"),
+        ("network-hosts-quiet", "0.878 s | 0.813 s | 0.817 s | 1.044 s |"),
+        ("convergence", "| matrix, 1 bit | 1.12 |  | 0.006 | 1.2309 | 0.0021 | 3 | -0.25% |"),
+        ("convergence-small", "| 4 bits, momentum | 4.06 |  | 0.002 | 1.7851 |  | 1 | +0.67% |"),
+        ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
+        ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
+        ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
+    ],
+)
+def test_committed_records_print_what_the_docs_say(file: str, said: str, capsys: Any) -> None:
+    assert suites.main(["report", str(RESULTS / f"{file}.jsonl")]) == 0
+    assert said in capsys.readouterr().out

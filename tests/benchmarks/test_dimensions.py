@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.dimensions import policy_of
 from benchmarks.dimensions.model import Net, Size
-from benchmarks.dimensions.training import Job, Trainer
+from benchmarks.dimensions.training import Job, Trainer, policy_of
 from support.distributed import on_ranks
 from tagc.attach.groups import bytes_by_dimension
 from tagc.costs.dimensions import activation_traffic
@@ -34,7 +33,7 @@ def test_losses_and_bytes(rank: int, world_size: int, dimension: str) -> None:
         ranks = layout if method == "8 bits" else {"dp": 2}
         if method == "dense" and dimension == "ep":
             continue  # what a router chooses makes these runs differ
-        job = Job(layout=ranks, method=method, policy=policy_of(method), steps=2, size=size)
+        job = Job(layout=ranks, method=method, steps=2, size=size)
         trainer = Trainer(job)
         before = bytes_by_dimension().get(dimension)
         trainer.step()

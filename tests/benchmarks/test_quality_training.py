@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from benchmarks import suites, tokens
-from benchmarks.gloo import join
+from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
 from benchmarks.quality import runs
-from benchmarks.quality.methods import DENSE, LINES, METHODS
-from benchmarks.quality.optimizers import OPTIMIZERS
-from benchmarks.quality.settings import Recipe, Run, Shape
+from benchmarks.quality.settings import DENSE, Recipe, Run, Shape, method_of
 from benchmarks.quality.training import train
 from support.distributed import on_ranks
 from support.marks import slow
@@ -26,7 +23,7 @@ from support.marks import slow
 SMALL = Shape(width=32, heads=1, layers=1, context=16, ranks=2, batch=2)
 pytestmark = pytest.mark.timeout(600)
 RUN = Run(
-    method=METHODS["top 5% in 4 bits, residual, lead 0.28"],
+    method=method_of("matrix, 1 of 8"),
     shape=SMALL,
     steps=4,
     rate=1e-3,
@@ -37,8 +34,8 @@ RUN = Run(
 @on_ranks(2, timeout=300)
 def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
     said = train(RUN)
-    # 5% of 4 bits, room for a sixteenth more, an index near its entropy, and blocks half empty.
-    assert 0.05 * 4 + 0.28 < said["bits"] < 1
+    # 4 bits for 8 elements, and the scales of short rows and columns.
+    assert 0.5 < said["bits"] < 3
     assert "parameter_bits" not in said
     assert list(said["losses"]) == ["1", "2", "3", "4"]
     assert len(said["norms"]) == 4
@@ -46,17 +43,17 @@ def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
     assert train(RUN)["loss"] == said["loss"]
     assert train(replace(RUN, rate=2e-3))["loss"] != said["loss"]
     assert train(replace(RUN, method=DENSE))["bits"] == 32
-    changes = train(replace(RUN, method=METHODS[LINES["changes in 4 bits"]]))
+    changes = train(replace(RUN, method=method_of("changes in 4 bits")))
     assert (changes["bits"], changes["parameter_bits"] < 5) == (32, True)
-    sketch = train(replace(RUN, method=METHODS["sketch of 20%, residual"]))
+    sketch = train(replace(RUN, method=method_of("sketch of 20%, residual")))
     assert sketch["loss"] is not None
 
 
 @on_ranks(2, timeout=300)
-@pytest.mark.parametrize("optimizer", [slow(o) if o == "muon" else o for o in OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("muon"), "sgd", "lion"])
 def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> None:
     recipe = Recipe(optimizer=optimizer, windows=8, kept=True, clip=None)
-    said = train(replace(RUN, method=METHODS["matrix, 1 bit"], recipe=recipe))
+    said = train(replace(RUN, method=method_of("1 bit"), recipe=recipe))
     assert said["loss"] is not None
 
 
@@ -66,7 +63,7 @@ def test_kept_rates_make_larger_steps(rank: int, world_size: int) -> None:
     losses = {}
     for kept in (False, True):
         recipe = Recipe(floor=0.0, windows=8, kept=kept)
-        run = replace(RUN, method=METHODS["matrix, 1 of 8"], steps=40, rate=1e-2, recipe=recipe)
+        run = replace(RUN, method=method_of("1 of 8"), steps=40, rate=1e-2, recipe=recipe)
         losses[kept] = train(run)["losses"]["40"]
     assert losses[True] < losses[False]
 
@@ -76,29 +73,25 @@ def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monke
     file = tmp_path / "quality.jsonl"
     command = ["quality", "sweep", "--methods", "dense; matrix, 1 bit", "--seeds", "2"]
     command += ["--width", "32", "--layers", "1", "--max-rates", "3", "--steps", "2", "3"]
-    command += ["--json", str(file), "--plots", str(tmp_path)]
+    command += ["--json", str(file)]
     assert suites.main(command) == 0
     said = capsys.readouterr().out
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == 2 * 2 * (3 + 1)
     assert said.count("| dense |") == 2
-    for name in ("bits", "steps"):
-        assert (tmp_path / f"convergence-{name}.png").read_bytes().startswith(b"\x89PNG")
 
     # Nothing is made twice, and the report needs nothing but the file.
-    monkeypatch.setattr(runs.mp, "spawn", None)
+    monkeypatch.setattr(runs, "on_ranks", None)
     assert suites.main(command) == 0
     assert capsys.readouterr().out == said
     assert suites.main(["report", str(file)]) == 0
     assert capsys.readouterr().out.strip() in said
 
 
-def _beside_gloo(rank: int, memory: Memory, folder: str) -> None:
-    join(rank, 2, folder, minutes=5)
+def _beside_gloo(rank: int, memory: Memory) -> None:
     for name in ("dense", "4 bits, changes in 4 bits", "1 bit"):
-        method = METHODS[LINES.get(name, name)]
         half = replace(RUN.recipe, half=name != "dense", kept=name == "1 bit")
-        run = replace(RUN, method=method, recipe=half)
+        run = replace(RUN, method=method_of(name), recipe=half)
         over_gloo = train(run)
         with through_memory(memory, rank, torch.device("cpu")):
             found = train(run)
@@ -106,10 +99,10 @@ def _beside_gloo(rank: int, memory: Memory, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_messages_through_memory_are_those_of_gloo(tmp_path: Path, monkeypatch: Any) -> None:
+def test_messages_through_memory_are_those_of_gloo(monkeypatch: Any) -> None:
     monkeypatch.setenv("TAGC_OPS", "reference")
     memory = Memory(2, 2**20, torch.device("cpu"))
-    mp.spawn(_beside_gloo, args=(memory, str(tmp_path)), nprocs=2)
+    spawned(_beside_gloo, 2, memory)
 
 
 @pytest.mark.slow

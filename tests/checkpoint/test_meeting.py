@@ -41,7 +41,7 @@ def no_collectives() -> Iterator[None]:
 @on_ranks(3)
 def test_no_collective_from_the_first_file_on(rank: int, world_size: int) -> None:
     assert {"all_gather_object", "barrier", "all_reduce"} <= {*COLLECTIVES}
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["quantized residual"])
     compressor = tagc.compressor(model)
     run(model, rank, range(2))
     with shared_folder() as folder, ExitStack() as stack:
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int, gone: in
     def stop(*_: Any) -> None:
         raise Stopped
 
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["quantized residual"])
     compressor = tagc.compressor(model)
     run(model, rank, range(2))
     with shared_folder() as folder:
@@ -94,24 +94,6 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int, gone: in
 
 def meet(ranks: list[int], name: str = "test") -> Meeting:
     return Meeting(name, ranks, doing="testing", remedy="Do alike")
-
-
-@on_ranks(3)
-def test_what_ranks_say(rank: int, world_size: int) -> None:
-    """The first hears all, others themselves; and nothing is left in the store."""
-    if rank == 0:
-        return
-    together = meet([1, 2]).together
-    for step in range(3):
-        said = together("counting", lambda step=step: 10 * rank + step)
-        everyone = {1: 10 + step, 2: 20 + step}
-        assert said == (everyone if rank == 1 else {2: everyone[2]})
-    assert meet([rank], f"alone {rank}").together("alone", lambda: rank) == {rank: rank}
-    group = dist.group.WORLD
-    assert group is not None
-    store = dist.PrefixStore("tagc/test", group.get_group_store())
-    meet([1, 2], "end").together("end", lambda: None)
-    assert not any(store.check([f"{n}/{key}"]) for n in (1, 2) for key in (1, 2, "answer", "read"))
 
 
 @on_ranks(2)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import tagc
-from support.distributed import run_ranks
+from support import fsdp1_net, small_net
+from support.distributed import on_ranks, run_ranks
 from support.states import (
     BFLOAT16,
+    LEAD,
     POLICIES,
+    QUANTIZED,
     by_saver,
     loads_badly,
     residual_sums,
@@ -60,13 +66,13 @@ def test_a_warm_up_goes_on_with_other_ranks(tmp_path: Path) -> None:
 
 @by_saver
 def test_another_policy_is_refused_unless_forced(tmp_path: Path, saver: str) -> None:
-    before = totals(run_ranks(train_and_save, 2, saver, POLICIES["packed"], tmp_path))
+    before = totals(run_ranks(train_and_save, 2, saver, POLICIES["quantized residual"], tmp_path))
     other = rules({"kind": "quantized", "bits": 8}, BFLOAT16)
     other["gradients"][0]["when"] = {"name": "second.*"}
     said = run_ranks(loads_badly, 2, "safetensors", other, tmp_path)
     for kind, message in said:
         assert kind == "StateError"
-        for policy in (POLICIES["packed"], other):
+        for policy in (POLICIES["quantized residual"], other):
             assert tagc.Policy.load(policy).hash[:12] in message
         assert "force=True" in message
     if saver == "dcp":
@@ -87,41 +93,19 @@ def test_another_policy_is_refused_unless_forced(tmp_path: Path, saver: str) -> 
         assert "second" not in message
 
 
-@by_saver
-def test_one_rank_has_no_use_for_residuals(tmp_path: Path, saver: str) -> None:
-    run_ranks(train_and_save, 2, saver, POLICIES["packed"], tmp_path)
-    ((kind, message),) = run_ranks(loads_alone, 1, tmp_path)
-    assert kind == "StateError"
-    assert "would be dropped" in message
-    assert "force=True" in message
-
-
-def loads_alone(rank: int, folder: Path) -> tuple[str, str]:
-    with pytest.warns(UserWarning, match="world size 1"):
-        model = wrapped(POLICIES["packed"])
-    compressor = tagc.compressor(model)
-    with pytest.raises(tagc.StateError) as caught:
-        compressor.load(folder)
-    with pytest.warns(UserWarning, match="dropped the saved residual"):
-        compressor.load(folder, force=True)
-    return type(caught.value).__name__, str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_other_ranks_are_told_to_load_the_folder(tmp_path: Path, ranks: int) -> None:
+def test_other_ranks_are_told_to_load_the_folder(tmp_path: Path) -> None:
     """torch asks for a part by name; a part of the ranks' residuals must not do."""
-    old = 5 - ranks
-    run_ranks(train_and_save, old, "dcp", POLICIES["packed"], tmp_path)
-    for kind, message in run_ranks(loads_badly, ranks, "dcp", POLICIES["packed"], tmp_path):
+    run_ranks(train_and_save, 2, "dcp", POLICIES["quantized residual"], tmp_path)
+    for kind, message in run_ranks(loads_badly, 3, "dcp", POLICIES["quantized residual"], tmp_path):
         assert kind == "CheckpointException"
-        assert f"of_{ranks}_ranks" in message
+        assert "of_3_ranks" in message
         assert "load it with tagc.compressor(model).load(folder)" in message
 
 
 def own_files(rank: int, folder: Path, write: bool) -> tuple[str, str]:
     """Every rank keeps its own state dict, by torch.save."""
     file = folder / f"{min(rank, 1)}.pt"
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["quantized residual"])
     if write:
         run(model, rank, range(2))
         torch.save(tagc.compressor(model).state_dict(), file)
@@ -140,3 +124,25 @@ def test_state_dicts_are_of_one_rank(tmp_path: Path) -> None:
         assert kind == "StateError"
         assert re.search(r"saved by rank [01] of 2, but this is rank [012] of 3", message)
         assert "load(folder)" in message
+
+
+KINDS: dict[str, Callable[[], Any]] = {"1": fsdp1_net.sharded, "2": small_net.sharded}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kinds", ["11", "21"])
+def test_one_rank_does_not_have_what_another_owned(rank: int, world_size: int, kinds: str) -> None:
+    """A state dict is of one rank, which need not have owned all that it owns now."""
+    model = fsdp1_net.quietly(tagc.wrap, KINDS[kinds[0]](), rules(QUANTIZED, LEAD))
+    run(model, rank, range(3))
+    state = tagc.compressor(model).state_dict()
+    make = otherwise_sharded if kinds == "11" else KINDS[kinds[1]]
+    other = fsdp1_net.quietly(tagc.wrap, make(), rules(QUANTIZED, LEAD))
+    # Whichever rank finds it out first, the others learn of it.
+    with pytest.raises((tagc.StateError, RuntimeError), match=r"elements of|would be dropped"):
+        tagc.compressor(other).load_state_dict(state)
+
+
+def otherwise_sharded() -> Any:
+    """FSDP1 with a single unit, which cuts in other places."""
+    return FullyShardedDataParallel(small_net.net(), device_id=fsdp1_net.CPU)

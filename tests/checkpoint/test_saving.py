@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ class Run:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder, self.steps = rank, folder, 4
-        self.model = wrapped(POLICIES["packed"])
+        self.model = wrapped(POLICIES["quantized residual"])
         self.compressor = tagc.compressor(self.model)
         run(self.model, rank, range(2))
         self.compressor.save(folder)
@@ -67,53 +63,14 @@ class Run:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_sees_another_folder(rank: int, world_size: int, lost: int) -> None:
+def test_a_rank_that_sees_another_folder(rank: int, world_size: int) -> None:
     """As where a host lost a mount, and writes to what is under it."""
     with shared_folder() as folder:
         tested = Run(rank, folder / "shared")
-        seen = folder / ("under" if rank == lost else "shared")
+        seen = folder / ("under" if rank == 1 else "shared")
         with pytest.raises(ERRORS, match="do not share this folder"):
             tested.compressor.save(seen)
         assert names_in(folder / "under") == []
-        tested.check_former()
-        tested.check_next()
-
-
-@contextmanager
-def small_files() -> Iterator[None]:
-    """The system refuses to write more than 512 bytes to a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A process group's store that is collected meanwhile writes to its own file, too, and aborts
-    # the process if it cannot.
-    gc.disable()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        gc.enable()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_rank_that_cannot_write(rank: int, world_size: int, full: int) -> None:
-    with shared_folder() as folder:
-        tested = Run(rank, folder)
-        if rank == full:
-
-            def limited(*args: Any) -> str:
-                with small_files():
-                    return write_rank(*args)
-
-            with (
-                patch.object(folders, "write_rank", limited),
-                pytest.raises(OSError, match="File too large"),
-            ):
-                tested.compressor.save(folder)
-        else:
-            with pytest.raises(RuntimeError, match=f"failed on rank {full}: .*File too large"):
-                tested.compressor.save(folder)
         tested.check_former()
         tested.check_next()
 
@@ -228,11 +185,6 @@ def missing(folder: Path) -> None:
     file_of_rank_1(folder).unlink()
 
 
-def cut(folder: Path) -> None:
-    file = file_of_rank_1(folder)
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def empty(folder: Path) -> None:
     file_of_rank_1(folder).write_bytes(b"")
 
@@ -243,7 +195,6 @@ def another(folder: Path) -> None:
 
 LOOKED_AT: dict[Callable[[Path], None], str] = {
     missing: "do not share this folder",
-    cut: "not a safetensors file",
     empty: "not a safetensors file",
     another: "not the file that rank 1 wrote",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -18,61 +19,17 @@ from torch.distributed.tensor import Shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.small_net import local_weights, sharded
+from support.small_net import local_weights
 from support.states import (
-    LEAD,
-    MATRIX,
-    PACKED,
     POLICIES,
-    QUANTIZED,
-    SKETCH,
-    in_turn,
     load,
     residual_sums,
-    rules,
     run,
-    save,
     set_weights,
     shared_folder,
     snapshot,
     wrapped,
 )
-
-# Their parts are among the others'.
-RARE = (
-    "quantized residual",
-    "matrix int8",
-    "packed",
-    "sketch",
-    "quantized none",
-    "matrix average",
-    "changes in 2 bits",
-    "inside",
-    "inside warming up",
-)
-
-# The same ranks
-
-
-@pytest.mark.some(1)
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("policy", "saver"), in_turn(["sketch shared", "packed lead", "quantized average"])
-)
-def test_a_running_model_can_go_back(rank: int, world_size: int, saver: str, policy: str) -> None:
-    """Loading replaces all that happened since, a count in flight too."""
-    model = wrapped(POLICIES[policy])
-    with shared_folder() as folder:
-        save(model, folder, saver)  # before the first step
-        run(model, rank, range(3))
-        expected = snapshot(model)
-        set_weights(model, local_weights(sharded()))
-        load(model, folder, saver)
-    run(model, rank, range(3))
-    equal(snapshot(model), expected)
-
-
-REPLICATED = [rules(QUANTIZED), rules(PACKED), rules(SKETCH), rules(MATRIX, LEAD)]
 
 
 @on_ranks(2)
@@ -85,7 +42,7 @@ def test_a_residual_lies_where_the_gradient_does(rank: int, world_size: int) -> 
 
     alone, model = layers(), layers()
     fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1:] == (6,) else None)
-    wrapped(POLICIES["packed"], model)
+    wrapped(POLICIES["sketch"], model)
     x = torch.linspace(-1, 1, 12).view(2, 6) + rank
     for one in (alone, model):
         one(x).square().sum().backward()
@@ -139,13 +96,26 @@ def test_names_shapes_and_metadata(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_what_is_saved_is_a_copy(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["sketch shared"])
-    run(model, rank, range(2))
-    state = tagc.compressor(model).state_dict()
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    run(model, rank, range(2, 4))
-    equal(state, before)
+@pytest.mark.parametrize("loader", ["dcp", "folder"])
+def test_training_goes_on(rank: int, world_size: int, loader: str) -> None:
+    """``dcp.async_save`` writes the state of its call."""
+    model, resumed = (wrapped(POLICIES["changes"]) for _ in range(2))
+    run(model, rank, range(3))
+    weights = local_weights(model)
+    saving: Any = dist.new_group(backend="gloo")
+    with shared_folder() as folder:
+        state = {"tagc": tagc.compressor(model)}
+        written = dcp.async_save(state, checkpoint_id=folder, process_group=saving)
+        run(model, rank, range(3, 6))
+        assert isinstance(written, Future)
+        written.result()
+        set_weights(resumed, weights)
+        load(resumed, folder, loader)
+    run(resumed, rank, range(3, 6))
+    expected, found = snapshot(model), snapshot(resumed)
+    for metrics in (expected.pop("metrics"), found.pop("metrics")):
+        assert metrics
+    equal(found, expected)
 
 
 # What is loaded
@@ -153,7 +123,7 @@ def test_what_is_saved_is_a_copy(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_ranks_must_load_the_same_save(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     compressor = tagc.compressor(model)
     states = []
     for step in range(2):
@@ -167,7 +137,7 @@ def test_ranks_must_load_the_same_save(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_key_of_a_checkpoint(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     run(model, rank, range(2))
     compressor = tagc.compressor(model)
     with shared_folder() as folder:

@@ -10,8 +10,8 @@ from support.exact import equal
 from support.replicated_net import two_by_two
 from support.small_net import local_weights, sharded
 from support.states import (
-    PACKED,
     POLICIES,
+    SKETCH,
     rules,
     run,
     set_weights,
@@ -54,7 +54,7 @@ def test_disabled_is_native_and_keeps_state(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_disabled_still_averages_over_replicas(rank: int, world_size: int) -> None:
-    rule = {"when": {"name": "*.weight"}, "codec": PACKED}
+    rule = {"when": {"name": "*.weight"}, "codec": SKETCH}
     model, replicas = two_by_two()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAGC_DISABLE", "1")
@@ -72,15 +72,15 @@ def test_ranks_must_agree_on_the_switch(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAGC_DISABLE", str(rank))
         with pytest.raises(RuntimeError, match=r"TAGC_DISABLE=0, rank 1 has TAGC_DISABLE=1"):
-            wrapped(POLICIES["packed"])
+            wrapped(POLICIES["sketch"])
         patch.setenv("TAGC_DISABLE", "yes")
         with pytest.raises(ValueError, match="TAGC_DISABLE is 'yes'"):
-            wrapped(POLICIES["packed"])
+            wrapped(POLICIES["sketch"])
 
 
 @pytest.mark.some(1)
 @on_ranks(2)
-@pytest.mark.parametrize("policy", ["sketch shared", "packed", "parameters"])
+@pytest.mark.parametrize("policy", ["sketch shared", "parameters"])
 def test_removed_is_native(rank: int, world_size: int, policy: str) -> None:
     """After steps of every kind of traffic, `remove` leaves nothing behind."""
     model, native = wrapped(POLICIES[policy]), sharded()

@@ -12,17 +12,10 @@ import torch.distributed as dist
 
 from support.distributed import on_ranks
 from support.units import codec_plan, gathered, normal, reduce, unit_reducer
-from tagc.codecs import CodecSetup
-from tagc.codecs.codec import STAGES
-from tagc.codecs.quantized import Dither
-from tagc.codecs.workspace import Workspace
-from tagc.collect import Transport
-from tagc.collect.exchange import Exchange
-from tagc.ops import get_ops
+from tagc.codecs.quantized import STAGES, dither_seeds
 from tagc.ops.launches import seeds_of
 from tagc.policy import Policy, PolicyError
 
-CPU = torch.device("cpu")
 BLOCK = 32
 
 
@@ -61,12 +54,9 @@ def test_ranks_round_the_same_numbers_differently(rank, world_size):
     """Were they to round alike, a sum over ranks would be no better than one of them."""
     plan = codec_plan(world_size, stochastic(4))
     reducer = unit_reducer(plan)
-    grad = normal(world_size, plan.columns, 0)[0]
-    message = torch.zeros(world_size, plan.words, dtype=torch.int32)
-
-    world = dist.group.WORLD
-    assert world is not None
-    reducer.coder.encode(grad, message, Exchange(Transport(world), Workspace(CPU), for_all=False))
+    reduce(reducer, normal(world_size, plan.columns, 0)[0])
+    shape = (world_size, plan.messages.row_words)
+    message = reducer.store.workspace.take("message_send", shape, torch.int32)[:, : plan.words]
     for one, other in itertools.combinations(gathered(message), 2):
         assert (one != other).float().mean() > 0.3
 
@@ -93,23 +83,12 @@ def test_a_run_that_goes_on_repeats_what_it_would_have_done(rank, world_size):
 
 def test_no_seed_comes_twice():
     """Of no two units, segments, ranks (also of other replicas), stages, rows and steps."""
-
-    def setup(unit: int, rank: int, stage: int) -> CodecSetup:
-        return CodecSetup(
-            destinations=3, world_size=3, dtype=torch.float32,
-            ops=get_ops(CPU, "reference"), device=CPU, workspace=Workspace(CPU),
-            seed=(unit * 0x9E3779B1) % 2**31, rank=rank, stage=stage,
-        )  # fmt: skip
-
-    columns = (0, 32, 4096)
-    found = [
-        seed
-        for unit, rank, stage in itertools.product(range(4), range(6), range(STAGES))
-        for dither in [Dither(setup(unit, rank, stage), columns)]
-        for column, step in itertools.product(columns, range(6))
-        for seed in dither.seeds(column, step).tolist()
-    ]
-    assert len(found) == 4 * 6 * STAGES * 3 * 6 * 3
+    found: list[int] = []
+    for i, rank, stage, step in itertools.product(range(4), range(6), STAGES, range(6)):
+        unit = (i * 0x9E3779B1) % 2**31
+        seeds = dither_seeds((0, 32, 4096), 3, unit=unit, rank=rank, stage=stage, step=step)
+        found += seeds.flatten().tolist()
+    assert len(found) == 4 * 6 * len(STAGES) * 3 * 6 * 3
     # Of so many numbers of 32 bits, two are the same by chance once in 32 tries.
     assert len(set(found)) >= len(found) - 1
 

@@ -1,4 +1,4 @@
-"""Codecs that travel in messages alone, one unit on several ranks: `quantized`, `packed`, `dense`.
+"""Codecs that travel in messages, one unit on several ranks: `quantized`, `dense`, and sketches.
 
 The oracles here work on all ranks' buffers, by formula, and know nothing of messages.
 """
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
+from support.launching import sketch_of
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
-from tagc.codecs.sketch import SketchCodec
 from tagc.ops.bitmap import from_bitmap
 from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
@@ -89,10 +89,6 @@ def test_average_feedback_is_loco(rank: int, world_size: int, ops: str) -> None:
 CODECS: dict[str, dict[str, Any]] = {
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
     "quantized 8": {"kind": "quantized", "bits": 8, "block": 128},
-    "packed 4": {"kind": "packed", "density": 0.1, "bits": 4},
-    "packed 8 groups": {"kind": "packed", "density": 0.3, "bits": 8, "group": 4, "block": 64},
-    "packed sparse": {"kind": "packed", "density": 0.05},
-    "packed all": {"kind": "packed", "density": 1.0, "bits": 8},
     "shared sketch": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
     "shared sketch 8": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
 }
@@ -155,7 +151,7 @@ def test_a_sketch_hashes_anew_in_every_step(rank: int, world_size: int) -> None:
     """Else groups that collide once would collide for ever."""
     plan = codec_plan(world_size, {"kind": "sketch", "density": 0.3})
     reducer = unit_reducer(plan)
-    (sketch,) = (c for c in reducer.coder.codecs.values() if isinstance(c, SketchCodec))
+    sketch = sketch_of(reducer)
     seeds = []
     for step in range(4):
         reduce(reducer, normal(world_size, plan.columns, step)[rank])
@@ -174,11 +170,10 @@ def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: i
     chosen: list[set[int]] = []
     span = spans(plan)[0]
     for step in range(40):
-        (found,) = (c for c in reducer.coder.codecs.values() if isinstance(c, SketchCodec))
-        support = found.supports[0]
-        everywhere = gathered(support.current)
+        support = sketch_of(reducer).supports[0]
+        everywhere = gathered(support)
         torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)
-        groups = from_bitmap(support.current[rank], 911).nonzero().flatten()
+        groups = from_bitmap(support[rank], 911).nonzero().flatten()
         chosen.append(set(groups.tolist()))
         out = reduce(reducer, normal(world_size, plan.columns, step)[rank])
         assert set(out[span].nonzero().flatten().tolist()) <= chosen[-1]

@@ -11,20 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import oracle
+from support.launching import launch
 from tagc.codecs.selection.capacity import SLACK
 from tagc.codecs.selection.quantization_step import quantization_step, step_scale
 from tagc.codecs.selection.threshold import (
-    ThresholdController,
+    STATES as NAMES,
+)
+from tagc.codecs.selection.threshold import (
+    Goals,
+    ThresholdStart,
+    check_controller,
     check_counts,
     mean_threshold,
+    neutral,
     sampled_threshold,
 )
 from tagc.ops import ABOVE, KEPT, get_ops
+from tagc.ops.program import Place
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD
+from tagc.ops.thresholds import BOOST, MAX_THRESHOLD, MIN_THRESHOLD, STATES, STEP, THRESHOLD
 
-OPS, CPU = get_ops("cpu", "cpu"), torch.device("cpu")
+OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
 W, COLUMNS = 2, 1 << 16
 GROUPS = COLUMNS // SYMBOL.lanes
@@ -47,6 +55,32 @@ def heavy_tailed(shape, generator):
     return normal[0] / normal[1:].square().mean(0).sqrt()
 
 
+class Steering:
+    """The state of thresholds ``[segments, D]``, and its operators."""
+
+    def __init__(self, target, rows, **options):
+        self.state = torch.ones(STATES, len(target), rows)
+        for step in neutral(Place("state", tuple(self.state.shape), torch.float32)):
+            (place,) = step.places
+            assert place is not None
+            launch(step.operator, self.state[place.index(0)])
+        self.threshold, self.boost, self.step = (self.state[i] for i in (THRESHOLD, BOOST, STEP))
+        self.scale = options.get("scale", (0.0,) * len(target))
+        self._goals, self._place = Goals(tuple(target), **options), Place("", (), torch.float32)
+        self._aims = torch.empty(4, len(target))
+        launch(self._goals.setting(self._place).operator, self._aims)
+
+    def update(self, counts):
+        steering = self._goals.steering(self._place, self._place, self._place)
+        launch(steering.operator, counts, self._aims, self.state, ops="cpu")
+
+    def start(self, threshold):
+        launch(ThresholdStart(self.scale), threshold.view(1, -1), self.state)
+
+    def named(self):
+        return {name: self.state[row] for name, row in NAMES.items()}
+
+
 class Run:
     """``W`` ranks that sketch for ``W`` destinations, thresholds steered as in training."""
 
@@ -61,7 +95,7 @@ class Run:
         self.cells = torch.empty(W, self.layout.cells, dtype=torch.int32)
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
         self.target = W * density * GROUPS
-        self.steering = ThresholdController([self.target], W, OPS, CPU)
+        self.steering = Steering([self.target], W)
         self.first = threshold
         self.steps = 0
 
@@ -199,7 +233,7 @@ thresholds = st.floats(MIN_THRESHOLD, MAX_THRESHOLD, width=32)
 @given(thresholds, st.lists(st.tuples(counts, counts, counts, counts), min_size=1, max_size=30))
 @examples
 def test_steering_never_leaves_the_bounds(threshold, history):
-    steering = ThresholdController([100.0], 1, OPS, CPU, max_boost=[8.0])
+    steering = Steering([100.0], 1, max_boost=(8.0,))
     steering.threshold.fill_(threshold)
     for step in history:
         before = steering.threshold.item()
@@ -212,7 +246,7 @@ def test_steering_never_leaves_the_bounds(threshold, history):
 def test_steering_moves_the_right_way():
     # above, non-zero, kept, clipped; of a target of 100
     table = [(1000, 5000, 100, 0), (10, 5000, 10, 0), (0, 5000, 0, 0), (0, 0, 0, 0)]
-    steering = ThresholdController([100.0] * 4, 1, OPS, CPU)
+    steering = Steering([100.0] * 4, 1)
     steering.update(torch.tensor(table, dtype=torch.int32)[:, None])
     up, down, nothing_above, zero = steering.threshold.flatten().tolist()
     assert up > 1 > down > nothing_above > 0
@@ -220,7 +254,7 @@ def test_steering_moves_the_right_way():
 
 
 def test_boost_follows_the_clipping():
-    steering = ThresholdController([2000.0], 1, OPS, CPU, max_boost=[4.0])
+    steering = Steering([2000.0], 1, max_boost=(4.0,))
     boosts = []
     for clipped in (31, 32, 100, 100, 10, 2, 1, 1, 0):
         row = [2000, 9000, 2000, clipped]
@@ -233,9 +267,7 @@ def test_boost_follows_the_clipping():
 def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
     """A shared support is a little smaller than its target in every step: parts of it overlap."""
     sizes = np.abs(np.random.default_rng(3).normal(size=4000)).astype(np.float32)
-    learning, fixed = (
-        ThresholdController([2000.0], 1, OPS, CPU, learns=[learns]) for learns in (True, False)
-    )
+    learning, fixed = (Steering([2000.0], 1, learns=(learns,)) for learns in (True, False))
     for steering in (learning, fixed):
         for _ in range(300):
             above = int((sizes >= steering.threshold.item()).sum())
@@ -249,25 +281,25 @@ def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
 def test_steps_follow_the_thresholds():
     """From the first step on, with the boost."""
     symbols = [SYMBOL, SYMBOLS["int32x1"]]
-    steering = ThresholdController(
-        [2000.0, 2000.0], 2, OPS, CPU,
-        max_boost=[4.0, 1.0], scale=[step_scale(symbol, symbol.levels(W)) for symbol in symbols],
+    steering = Steering(
+        [2000.0, 2000.0], 2, max_boost=(4.0, 1.0),
+        scale=tuple(step_scale(symbol, symbol.levels(W)) for symbol in symbols),
     )  # fmt: skip
     steering.start(torch.tensor([[0.3, 5.0], [0.3, 5.0]]))
     for _ in range(3):
         for i, symbol in enumerate(symbols):
             step = quantization_step(steering.threshold[i], symbol, symbol.levels(W))
-            assert torch.equal(steering.quantization_step[i], step * steering.boost[i])
+            assert torch.equal(steering.step[i], step * steering.boost[i])
         steering.update(torch.tensor([3000, 9000, 2000, 100], dtype=torch.int32).repeat(2, 2, 1))
     assert steering.boost.tolist() == [[4, 4], [1, 1]]
 
 
 def test_the_first_thresholds_are_within_the_bounds_of_all():
     """What a feedback scales gradients by may take them beyond."""
-    steering = ThresholdController([9.0], 3, OPS, CPU)
+    steering = Steering([9.0], 3)
     steering.start(torch.tensor([[2.0**-99, 1.0, 2.0**99]]))
     assert steering.threshold.tolist() == [[MIN_THRESHOLD, 1.0, MAX_THRESHOLD]]
-    steering.check_state(steering.state())
+    check_controller(steering.named(), max_boost=1.0)
 
 
 def test_counts_are_not_negative():
@@ -278,17 +310,17 @@ def test_counts_are_not_negative():
 
 def test_a_loaded_state_goes_on_alike():
     history = torch.randint(0, 5000, (6, 2, 3, 4), dtype=torch.int32)
-    one, other = (ThresholdController([900.0] * 2, 3, OPS, CPU, scale=[0.25] * 2) for _ in range(2))
+    one, other = (Steering([900.0] * 2, 3, scale=(0.25,) * 2) for _ in range(2))
     for counts in history[:3]:
         one.update(counts)
-    state = {name: tensor.clone() for name, tensor in one.state().items()}
-    other.check_state(state)
-    other.load_state(state)
+    check_controller(one.named(), max_boost=1.0)
+    for name, tensor in other.named().items():
+        tensor.copy_(one.named()[name])
     for counts in history[3:]:
         for steering in (one, other):
             steering.update(counts)
         assert torch.equal(one.threshold, other.threshold)
-        assert torch.equal(one.quantization_step, other.quantization_step)
+        assert torch.equal(one.step, other.step)
 
 
 sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))

@@ -89,7 +89,7 @@ def check_aligned(plan: Any, policy: str) -> None:
 
 GRADIENTS = [
     {"when": {"name": "first.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}},
-    {"when": {"name": "first.*"}, "codec": {"kind": "packed", "density": 0.3}},
+    {"when": {"name": "first.*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}},
     {"when": {"name": "second.*"}, "codec": {"kind": "sketch", "density": 0.3}},
 ]
 PARAMETERS: dict[str, dict[str, Any]] = {

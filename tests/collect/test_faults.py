@@ -33,7 +33,6 @@ from support.small_net import local_grads, local_weights
 CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
-    "packed": {"kind": "packed", "density": 0.3},
     "sketch": {"kind": "sketch", "density": 0.3},
     "sketch shared": {"kind": "sketch", "density": 0.9, "support": "shared", "symbol": "int32x1"},
 }
@@ -256,7 +255,7 @@ def loss_scaling() -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["exact", slow("quantized"), slow("packed")])
+@pytest.mark.parametrize("codec", ["exact", slow("quantized")])
 def test_a_loss_scaler_end_to_end(rank: int, world_size: int, codec: str) -> None:
     """The example's loop, with a scale that overflows at first, beside native FSDP."""
     exact = {"kind": "sketch", "density": 1.0, "symbol": "int32x1"}

@@ -104,7 +104,7 @@ def conserved(rank: int, plan: UnitPlan, buffer: Tensor, repeats: int, *, micro:
 
 @on_ranks(4)
 def test_the_warm_up_is_added_up_as_it_is(rank: int, world_size: int) -> None:
-    codec = {"kind": "packed", "density": 0.3, "warmup_steps": 2}
+    codec = {"kind": "sketch", "density": 0.3, "warmup_steps": 2}
     plans = [plan_of(world_size, inside, codec) for inside in ("native", "int8")]
     found = []
     for plan in plans:

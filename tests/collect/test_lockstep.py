@@ -24,13 +24,11 @@ from tagc.ops import get_ops
 from tagc.policy import Policy
 
 QUANTIZED = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
-PACKED = {"when": {"name": "*"}, "codec": {"kind": "packed", "density": 0.3}}
 SKETCH = {"when": {"name": "*"}, "codec": {"kind": "sketch", "density": 0.3}}
 POLICIES: dict[str, dict[str, Any]] = {
     "8 bits": {"schema": 1, "gradients": [QUANTIZED], "parameters": [QUANTIZED]},
-    "packed": {"schema": 1, "gradients": [PACKED]},
     "sketch": {"schema": 1, "gradients": [SKETCH]},
-    "hybrid": {"schema": 1, "gradients": [PACKED], "parameters": [QUANTIZED]},
+    "hybrid": {"schema": 1, "gradients": [SKETCH], "parameters": [QUANTIZED]},
 }
 
 
@@ -65,7 +63,6 @@ def skipping(policy: Any, last: int = 16) -> Any:
         ("8 bits", 0, 40),
         ("8 bits", 1, 16),
         ("hybrid", 1, 40),
-        ("packed", 0, 40),
         ("sketch", 1, 16),
     ],
 )
@@ -189,7 +186,7 @@ def test_long_names_are_cut_at_the_front() -> None:
 @pytest.mark.parametrize("micro", [False, True])
 def test_ranks_at_different_units_on_hosts(rank: int, world_size: int, micro: bool) -> None:
     """Inside a host and between hosts: an error with the names of both."""
-    codec = {"kind": "packed", "density": 0.3}
+    codec = {"kind": "quantized", "bits": 8}
     plan = in_two_levels(codec_plan(world_size, codec), codec)
     mine = "second" if rank in (0, 3) else "first"
     renamed = replace(plan, info=replace(plan.info, name=mine))

@@ -174,7 +174,7 @@ def test_gathers_that_a_policy_leaves_alone_are_fsdps_own(rank: int, world_size:
     """There are no headers to compare first."""
     model: Any = fully_shard(Block())
     with as_on_nccl():
-        wrap(model, "packed-20", hosts=None)
+        wrap(model, "loco-4bit", hosts=None)
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     assert type(group._all_gather_comm).__module__.startswith("torch.")
 

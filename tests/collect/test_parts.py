@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.host_reducers import host_reducer, in_two_levels
+from support.launching import missing_mask
 from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer
-from tagc.codecs.feedback import SegmentFeedback
 from tagc.collect import UnitReducer
 from tagc.collect.lockstep import DesyncError
-from tagc.collect.part import Part
 from tagc.plan import UnitPlan
 from tagc.policy import Policy
 
@@ -28,8 +26,6 @@ BACKWARDS = [{A, B}, {C}, {A, B, C, D}, {D}, {A}, {B, C, D}]
 
 ALL = [
     {"kind": "quantized", "bits": 4, "block": 32},
-    {"kind": "packed", "density": 0.3, "bits": 4},
-    {"kind": "packed", "density": 0.3, "bits": 4},
     {"kind": "sketch", "density": 0.3},
     {"kind": "sketch", "density": 0.3, "support": "shared"},
 ]
@@ -38,9 +34,9 @@ ALL = [
 def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str], op: Any = SUM) -> Tensor:
     """What FSDP would hand over of ``buffer`` ``[W, S]``, and what comes out, in the plan's columns
     and zero elsewhere."""
-    part, group = Part(reducer.plan, frozenset(reached)), dist.group.WORLD
+    group = dist.group.WORLD
     assert group is not None
-    missing = part.missing_mask(buffer.device)
+    missing = missing_mask(reducer.plan, reached)
     inp = buffer[:, ~missing]
     out = torch.full((inp.shape[1],), torch.nan, dtype=buffer.dtype)
     whole = not missing.any()
@@ -52,7 +48,7 @@ def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str], op: Any
 
 def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
     """The buffers, zero for parameters that were not reached."""
-    missing = Part(plan, frozenset(reached)).missing_mask(buffers.device)
+    missing = missing_mask(plan, reached)
     return buffers.masked_fill(missing, 0)
 
 
@@ -65,15 +61,15 @@ def owed(reducer: UnitReducer) -> Tensor:
     return total
 
 
-def states(feedbacks: Mapping[int, SegmentFeedback]) -> dict[int, Tensor]:
-    return {i: f.owner_state.clone() for i, f in feedbacks.items() if f.owner_state is not None}
+def states(reducer: UnitReducer) -> dict[int, Tensor]:
+    return {i: state.clone() for i, state in reducer.owner_states.items()}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
     "feedback",
-    [{"kind": "residual", "lead": 0.4}, {"kind": "average", "dtype": "int8"}],
-    ids=["lead", "average-int8"],
+    [{"kind": "residual", "lead": 0.4}, {"kind": "average", "dtype": "bfloat16"}],
+    ids=["lead", "average"],
 )
 def test_what_owners_keep_waits_too(rank: int, world_size: int, feedback: dict[str, Any]) -> None:
     plan = codec_plan(2, ALL[0], feedback)
@@ -81,12 +77,12 @@ def test_what_owners_keep_waits_too(rank: int, world_size: int, feedback: dict[s
     buffers = on_grid(2, plan.columns, 0)
     for made in (reducer, other):
         reduce_part(made, buffers[rank], {A, B, C, D})
-    kept, debts = states(reducer.feedbacks), owed(reducer)
+    kept, debts = states(reducer), owed(reducer)
     again = only(on_grid(2, plan.columns, 1), plan, {A})
     found = reduce_part(reducer, again[rank], {A})
-    missing = Part(plan, frozenset({A})).missing_mask(again.device)
+    missing = missing_mask(plan, {A})
     torch.testing.assert_close(owed(reducer)[:, missing], debts[:, missing], **EXACT)
-    for i, state in states(reducer.feedbacks).items():
+    for i, state in states(reducer).items():
         segment = next(s for s in plan.segments if s.start == i)
         same = segment.params[0].name != A
         assert torch.equal(state, kept[i]) == same
@@ -106,7 +102,7 @@ def test_dense_parameters_alone_are_not_sent_in_a_message(rank: int, world_size:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ALL[1:4:2], ids=["packed", "sketch"])
+@pytest.mark.parametrize("codec", ALL[1:], ids=["sketch", "shared"])
 def test_thresholds_do_not_follow_the_zeros(
     rank: int, world_size: int, codec: dict[str, Any]
 ) -> None:

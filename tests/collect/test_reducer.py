@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
+from support.launching import sketch_of
 from support.marks import slow
 from support.units import reduce, spiky, unit_plan, unit_reducer
-from tagc.codecs.selection.threshold import ThresholdController
+from tagc.codecs.selection.threshold import Steer
 from tagc.codecs.sketch import SketchPlan
 from tagc.collect import UnitReducer
+from tagc.ops import Ops
 from tagc.ops.symbols import SYMBOLS, Symbol
 from tagc.plan import UnitPlan
 
@@ -33,7 +35,7 @@ def quantizer(symbol: Symbol, reducer: UnitReducer, i: int, owner: int) -> tuple
         # float32 must hold the levels, to clip at them: 24 bits and then zeros.
         low = 2 ** (levels.bit_length() - 24)
         levels = levels // low * low
-    steering = reducer.coder.codecs["sketch"].controllers[0]
+    steering = sketch_of(reducer)
     exponent = math.frexp(steering.threshold[i, owner].item())[1] - 1
     step = 2.0 ** (exponent - ((levels + 1).bit_length() - 1) + symbol.headroom)
     return levels, step * steering.boost[i, owner].item()
@@ -76,7 +78,7 @@ class Oracle:
         groups[:n] = x
         groups = groups.view(-1, symbol.lanes)
         size = groups.abs().amax(1)
-        above = size >= reducer.coder.codecs["sketch"].controllers[0].threshold[i, owner]
+        above = size >= sketch_of(reducer).threshold[i, owner]
         kept = above
         if sketch.capacity >= len(size):
             kept = size > 0
@@ -115,11 +117,12 @@ def test_output_is_the_sum_of_what_ranks_send(
     boosted = False
     for step in range(6):
         buffers = spiky(world_size, plan.columns, step).to(dtype)
+        reducer._replays.clear()  # operators are bound once
         with counts_at_steering() as steered_by:
             out = reduce(reducer, buffers[rank], op)
         # The threshold moves by what all ranks counted one step before.
         torch.testing.assert_close(steered_by, [oracle.counts] if step else [], **EXACT)
-        boosted |= bool((reducer.coder.codecs["sketch"].controllers[0].boost > 1).any())
+        boosted |= bool((sketch_of(reducer).boost > 1).any())
         expected = oracle.step(buffers, reducer, divisor)[rank]
         for i, segment in enumerate(plan.of(SketchPlan)):
             span = slice(segment.start, segment.stop)
@@ -141,13 +144,13 @@ def test_output_is_the_sum_of_what_ranks_send(
 def counts_at_steering() -> Iterator[list[Tensor]]:
     """Copies of the counts that thresholds are moved by."""
     seen: list[Tensor] = []
-    original = ThresholdController.update
+    original = Steer.bound
 
-    def update(self: ThresholdController, counts: Tensor) -> None:
-        seen.append(counts.clone())
-        original(self, counts)
+    def bound(self: Steer, ops: Ops, own: int) -> Callable[..., object]:
+        steer = original(self, ops, own)
+        return lambda counts, *rest: (seen.append(counts.clone()), steer(counts, *rest))
 
-    with patch.object(ThresholdController, "update", update):
+    with patch.object(Steer, "bound", bound):
         yield seen
 
 

@@ -25,7 +25,6 @@ from support.states import shared_folder
 CODECS: dict[str, dict[str, Any]] = {
     "bfloat16": {"kind": "dense", "wire": "bfloat16"},
     "quantized": {"kind": "quantized", "bits": 8, "block": 32},
-    "packed": {"kind": "packed", "density": 0.4},
     "sketch": {"kind": "sketch", "density": 0.4},
 }
 DENSE = [{"when": {}, "codec": {"kind": "dense"}}]

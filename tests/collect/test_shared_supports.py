@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from support.distributed import on_ranks
+from support.launching import launch, sketch_of
 from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.codecs.plan import PlanRequest
-from tagc.codecs.selection.support import Support
-from tagc.codecs.sketch.codec import SketchCodec
 from tagc.codecs.sketch.config import SketchConfig
 from tagc.codecs.sketch.plan import plan_sketch
+from tagc.codecs.sketch.support import Collect, Spread
 from tagc.ops.bitmap import to_bitmap
-from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import PackedLayout
 
 
 @on_ranks(2)
@@ -24,11 +22,10 @@ def test_steps_of_stationary_gradients_stay(rank: int, world_size: int, density:
     codec = {"kind": "sketch", "density": density, "symbol": "int8x4", "support": "shared"}
     plan = codec_plan(world_size, codec)
     reducer = unit_reducer(plan)
-    (sketch,) = (c for c in reducer.coder.codecs.values() if isinstance(c, SketchCodec))
     steps = []
     for step in range(200):
         reduce(reducer, normal(world_size, plan.columns, step)[rank])
-        steps.append(sketch.quantization_steps.clone())
+        steps.append(sketch_of(reducer).step.clone())
     settled = torch.stack(steps[50:])
     assert bool((settled.amax(0) <= 4 * settled.amin(0)).all()), settled[::30].flatten(1)
 
@@ -36,26 +33,21 @@ def test_steps_of_stationary_gradients_stay(rank: int, world_size: int, density:
 def test_every_group_of_a_support_has_a_cell() -> None:
     """In order, zeros behind, and back at its place."""
     groups, capacity = 1000, 300
-    layout = PackedLayout(
-        numel=4 * groups,
-        group=4,
-        capacity=capacity,
-        low_bits=0,
-        values=BlockLayout(numel=4 * capacity, bits=8),
-    )
-    support = Support(layout, 0.3, 2, torch.device("cpu"))
     torch.manual_seed(0)
     kept = torch.rand(2, groups) < torch.tensor([[0.25], [0.0]])
-    support.current.copy_(to_bitmap(kept))
     table = torch.randint(-(2**31), 2**31 - 1, (2, groups), dtype=torch.int32)
     cells = torch.full((2, capacity), 7, dtype=torch.int32)
-    places = support.collect(table, cells)
+    places = torch.empty(2, 1, groups, dtype=torch.int64)
+    for row in range(2):
+        launch(Collect(groups, capacity), to_bitmap(kept), table, cells, places[row], own=row)
     here = table[0][kept[0]]
     assert torch.equal(cells[0, : len(here)], here)
     assert not cells[0, len(here) :].any()
     assert not cells[1].any()
     for row in range(2):
-        assert torch.equal(support.spread(cells[row], places[row]), table[row] * kept[row])
+        found = torch.empty(1, groups, dtype=torch.int32)
+        launch(Spread(), cells[row : row + 1], places[row], found)
+        assert torch.equal(found[0], table[row] * kept[row])
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 18])

@@ -17,6 +17,7 @@ from support.block_net import net, sharded, wrap
 from support.distributed import as_on_nccl, on_ranks
 from support.exact import EXACT
 from support.failing import fails
+from support.launching import sketch_of
 from support.marks import slow
 from support.small_net import local_grads
 
@@ -29,7 +30,6 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kind": "none"},
     ),
     "sketch": ({"kind": "sketch", "density": 0.3}, NUMBER),
-    "packed": ({"kind": "packed", "density": 0.3}, NUMBER),
     "shared": (
         {"kind": "sketch", "density": 0.9, "support": "shared", "symbol": "int32x1"},
         NUMBER,
@@ -54,9 +54,7 @@ def grads_of(model: Any, rank: int, step: int, factor: float = 1.0) -> dict[str,
 
 @pytest.mark.some(2)
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "rule", ["measured", "stochastic", "sketch", *map(slow, ("packed", "shared"))]
-)
+@pytest.mark.parametrize("rule", ["measured", "stochastic", "sketch", slow("shared")])
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_next_steps_are_those_without_it(
     rank: int, world_size: int, rule: str, before: int
@@ -87,12 +85,16 @@ def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int, rule:
     copy = compressor.copy_residuals()
 
     def leads() -> list[Tensor]:
-        found = (f.share for r in compressor.reducers for f in r.feedbacks.values())
-        return [share.value.clone() for share in found if share is not None]
+        return [
+            tensor.clone()
+            for reducer in compressor.reducers
+            for name, tensor in reducer.store
+            if name.startswith("share.")
+        ]
 
     def thresholds() -> list[Tensor]:
-        codecs = (c for r in compressor.reducers for c in r.coder.codecs.values())
-        return [t.threshold.clone() for codec in codecs for t in codec.controllers]
+        sketched = (r for r in compressor.reducers if r.programs.sketches is not None)
+        return [sketch_of(reducer).threshold.clone() for reducer in sketched]
 
     first = leads()
     assert bool(first) == (rule == "measured")
@@ -123,7 +125,7 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
 def test_calls_of_one_rank_alone(rank: int, world_size: int, calls: str, headers: bool) -> None:
     """The next reduction tells all ranks, whatever the backend; a load starts over."""
     with nullcontext() if headers else as_on_nccl():
-        model = wrapped("packed")
+        model = wrapped("sketch")
         compressor = tagc.compressor(model)
         grads_of(model, rank, 0)
         compressor.scale_residuals(torch.tensor(2.0))

@@ -24,8 +24,8 @@ from support.marks import slow
 from support.paths import ROOT
 from support.small_net import loss_of
 from support.states import POLICIES, wrapped
-from tagc.codecs.feedback import MeasuredShare
 from tagc.codecs.workspace import Workspace
+from tagc.collect import NoiseGauge
 from tagc.collect.replay import Replay
 
 SHIPPED = sorted(file.stem for file in (ROOT / "policies").glob("*.yaml"))
@@ -129,8 +129,8 @@ def test_across_replicas(rank: int, world_size: int) -> None:
 
 
 def test_a_tensor_that_is_replaced_is_seen() -> None:
-    share = MeasuredShare(torch.device("cpu"))
-    before = dict(tensors_of([share], set()))
-    assert list(before) == [".0._sums", ".0.value"]
-    share.value = share.value + 1
-    assert moved(before, dict(tensors_of([share], set()))) == [".0.value"]
+    gauge = NoiseGauge(torch.zeros(1, 2))
+    before = dict(tensors_of([gauge], set()))
+    assert list(before) == [".0.sums", ".0.agreed", ".0.agreed_at"]
+    gauge.agreed = gauge.agreed + 1
+    assert moved(before, dict(tensors_of([gauge], set()))) == [".0.agreed"]

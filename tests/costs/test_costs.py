@@ -28,8 +28,7 @@ from tagc.costs import (
 )
 from tagc.costs.codec_time import codec_seconds
 from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.costs.shapes import ranks_in_levels
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, native_units
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan, native_units
 from tagc.plan.inside import plan_inside
 from tagc.policy import Policy
 
@@ -78,13 +77,6 @@ def test_a_native_unit() -> None:
     assert unit_seconds(unit, link, no_time) == pytest.approx(1e-3 + 3 * 4 * COLUMNS / 1e9)
     gloo = Link(bandwidth=1e9, latency=1e-3, reduce_scatter=GLOO_REDUCE_SCATTER)
     assert unit_seconds(unit, gloo, no_time) == pytest.approx(1e-3 + 2 * 3 * 4 * COLUMNS / 1e9)
-
-
-def test_messages_are_no_reduce_scatter() -> None:
-    unit = plan(INT4)
-    assert traffic(unit) == Traffic(collectives=1, all_to_all=3 * 4 * INT4_MESSAGE)
-    gloo = Link(bandwidth=1e9, reduce_scatter=GLOO_REDUCE_SCATTER)
-    assert unit_seconds(unit, gloo, no_time) == pytest.approx(3 * 4 * INT4_MESSAGE / 1e9)
 
 
 @pytest.mark.parametrize(("keep", "exchanges"), [(True, 1), (False, 2)])
@@ -246,13 +238,6 @@ def test_what_ranks_of_a_host_send_each_other_is_encoded_too() -> None:
     assert unit.inside_bytes < alone.inside_bytes / 3
 
 
-def test_levels_take_whole_hosts() -> None:
-    assert ranks_in_levels(64, 8) == 8
-    assert ranks_in_levels(8, 8) == 1
-    assert ranks_in_levels(4, 8) == 1
-    assert ranks_in_levels(12, 8) == 1
-
-
 def test_codec_time_by_speed() -> None:
     unit = plan(INT4)
     (key,) = {speed_key(s.codec) for s in unit.segments}
@@ -290,15 +275,6 @@ def test_codec_time_by_memory() -> None:
 def test_the_step(overlap: float, compute: float, expected: float) -> None:
     cost = StepCost(compute=compute, codec=1.0, link=2.0, overlap=overlap, wire_bytes=0)
     assert cost.seconds == pytest.approx(expected)
-
-
-def test_a_step_gathers_parameters_that_the_policy_leaves_alone() -> None:
-    unit = plan(INT4)
-    work = workload(Plan(Policy.load("loco-4bit"), (unit,)), no_time, gathers=[info(per_step=2)])
-    cost = step_cost(work, Link(bandwidth=1e6), compute=1.0)
-    sent = 3 * 4 * INT4_MESSAGE + 2 * 3 * 4 * COLUMNS
-    assert cost.wire_bytes == sent
-    assert cost.seconds == pytest.approx(1 + sent / 1e6)
 
 
 def test_each_direction_has_a_link() -> None:

@@ -49,34 +49,18 @@ class Net(nn.Module):
         self.get_parameter("layers.1.up_proj.weight").requires_grad_(False)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["packed-20", "hybrid", "loco-4bit"])
-def test_explain_is_what_wrap_makes(rank: int, world_size: int, policy: str) -> None:
-    check_explained(policy, world_size)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("policy", ["hybrid", "loco-4bit"])
-def test_explain_is_what_wrap_makes_on_hosts(rank: int, world_size: int, policy: str) -> None:
-    check_explained(policy, world_size, hosts=2)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("policy", ["packed-20", "hosts", "one-bit"])
-def test_explain_is_what_wrap_makes_of_ddp(rank: int, world_size: int, policy: str) -> None:
-    check_explained(policy, world_size, replicated=True)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("policy", ["loco-4bit", "one-bit"])
-def test_explain_is_what_wrap_makes_of_ddp_on_hosts(
-    rank: int, world_size: int, policy: str
-) -> None:
-    check_explained(policy, world_size, hosts=2, replicated=True)
-
-
-def check_explained(
-    policy: str, world_size: int, hosts: int | None = None, replicated: bool = False
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "policy", "hosts", "replicated"),
+    [
+        (3, "hybrid", None, False),
+        (4, "loco-4bit", 2, False),
+        (3, "hosts", None, True),
+        (4, "one-bit", 2, True),
+    ],
+)
+def test_explain_is_what_wrap_makes(
+    rank: int, world_size: int, policy: str, hosts: int | None, replicated: bool
 ) -> None:
     how = {"ranks_per_host": hosts or 1, "ddp": replicated}
     with torch.device("meta"), patch.object(ddp, "UNIT_BYTES", 200_000):  # several units
@@ -133,9 +117,7 @@ def test_explain_a_module_from_a_file(
     assert any("wte.weight" in line and " dense " in line for line in out.splitlines())
 
 
-def test_explain_auto_needs_a_link(capsys: Any) -> None:
-    assert main(["explain", "1e6", "--world", "4", "--policy", "auto"]) == 2
-    assert "policy 'auto' chooses by the link: give --bandwidth" in capsys.readouterr().err
+def test_explain_auto(capsys: Any) -> None:
     out = run(capsys, "explain", "1e6", "--world", "4", "--policy", "auto", "--bandwidth", "1Gbit")
     assert "- chosen for the given link; codec time is not included" in out
     assert "quantized int4" in out
@@ -202,7 +184,7 @@ def test_the_headline_is_about_the_whole_step() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "hosts", "again"),
-    [("loco-4bit", 1, (3, 3)), ("hybrid", 1, (3, 3)), ("hosts", 1, (3, 1)), ("hosts", 2, (1, 1))],
+    [("hybrid", 1, (3, 3)), ("hosts", 1, (3, 1)), ("hosts", 2, (1, 1))],
 )
 def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
     """What is sent in each backward is sent as often; changes of parameters, and what hosts send
@@ -224,34 +206,6 @@ def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
         tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
 
 
-def test_micro_batches_of_the_command(capsys: Any) -> None:
-    data = json.loads(
-        run(capsys, "explain", "1e6", "--world", "4", "--micro-batches", "2", "--json")
-    )
-    assert data["micro_batches"] == 2
-    sums = {name: (s["wire_bytes"], s["dense_bytes"]) for name, s in data["directions"].items()}
-    for name, sent in data["sent"].items():
-        assert sums[name] == pytest.approx((sent["wire_bytes"], sent["dense_bytes"]))
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--world", "4", "--replicas", "2"], "with --ddp leave --replicas out"),
-        (["--world", "4", "--param-dtype", "fp32"], "with --ddp leave --param-dtype out"),
-        (["--mesh", "dp=4", "--tokens", "9"], "with --ddp leave --mesh out"),
-        (["--world", "4", "--policy", "sites"], "with a policy for sites leave --ddp out"),
-        (["--world", "1"], "--world 1 with --ddp sends nothing"),
-        (["--world", "4", "--policy", "half-bit"], "feedback.lead 'measured' differs from rank"),
-    ],
-)
-def test_what_explain_refuses_of_ddp(argv: list[str], said: str, capsys: Any) -> None:
-    assert main(["explain", "1e6", "--ddp", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert said in err
-    assert out == ""
-
-
 def test_explain_ddp_in_python() -> None:
     shapes = {"layers.0.mlp.up_proj.weight": (1024, 512)}
     with pytest.raises(tagc.PolicyError, match=r"DDP and replicate\(\) all ranks are replicas"):
@@ -262,20 +216,10 @@ def test_explain_ddp_in_python() -> None:
     with pytest.raises(ValueError, match=r"of 2 dtypes \(torch.float32, torch.bfloat16\)"):
         tagc.explain(mixed, "loco-4bit", world_size=4, ddp=True)
     mixed[1].requires_grad_(False)
-    plan = tagc.explain(mixed, "packed-20", world_size=4, ddp=True)
+    plan = tagc.explain(mixed, "one-bit", world_size=4, ddp=True)
     assert [p.name for p in plan.units[0].info.params] == [
         *("0.weight", "0.bias", "2.weight", "2.bias")
     ]
-
-
-def test_explain_prints_warnings(tmp_path: Path, capsys: Any) -> None:
-    """At 64 ranks a sketch of density 0.2 sends more than bfloat16."""
-    file = tmp_path / "sketch.yaml"
-    codec = {"kind": "sketch", "density": 0.2}
-    file.write_text(json.dumps({"schema": 1, "gradients": [{"when": {}, "codec": codec}]}))
-    said = ["--policy", str(file), "--world", "64", "--dtype", "bf16"]
-    assert main(["explain", "1e8", *said]) == 0
-    assert f"warning: policy {str(file)!r} sends" in capsys.readouterr().err
 
 
 def test_stacked_experts_are_explained_as_they_are_wrapped():

@@ -1,5 +1,5 @@
-"""Kernels with an error that can be switched on, and what they should compute: each layer must
-name the errors that docs/testing.md says it does.
+"""Kernels with an error that can be switched on, and what they should compute: the layers of
+docs/testing.md must name the errors.
 
 A case runs on CPU tensors, in whatever stands in for a GPU, and checks what came out.
 """

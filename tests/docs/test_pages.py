@@ -67,7 +67,8 @@ def test_the_site_is_laid_out(tmp_path: Path) -> None:
     stage.stage(out)
     assert not (out / "old.md").exists()
     laid_out = {file.relative_to(out / "pages").as_posix() for file in (out / "pages").rglob("*.*")}
-    assert set(navigation()) <= laid_out
+    records = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("records/*.md")}
+    assert {*navigation(), *records} <= laid_out  # a page links to each record
     for page in (out / "pages").rglob("*.md"):
         if page.parts[-2] != "source":
             text = page.read_text(encoding="utf-8")

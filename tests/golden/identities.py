@@ -74,25 +74,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ],
         "FeedbackConfig": [
             ("kind", (_owing({"kind": "residual"}), _owing({"kind": "none"}))),
-            *_in(_owing, {"kind": "residual"}, dtype="int8", lead=0.65),
+            *_in(_owing, {"kind": "residual"}, dtype="bfloat16", lead=0.65),
             *_in(_owing, _AVERAGE, beta=0.5, reset_steps=512),
             ("lead measured", (_owing({"lead": 0.65}), _owing({"lead": "measured"}))),
         ],
         "MatrixConfig": [
             ("kind", (_rule({"kind": "auto"}), _rule({"kind": "matrix"}))),
             *_in(_rule, {"kind": "matrix"}, bits=2, group=8, level=1.3, warmup_steps=3),
-        ],
-        "PackedConfig": [
-            ("kind", (_rule({"kind": "auto"}), _rule({"kind": "packed", "density": 0.2}))),
-            *_in(
-                _rule,
-                {"kind": "packed", "density": 0.2},
-                density=0.25,
-                bits=4,
-                group=4,
-                block=64,
-                warmup_steps=3,
-            ),
         ],
         "QuantizedConfig": [
             ("kind", (_rule({"kind": "auto"}), _rule({"kind": "quantized"}))),
@@ -240,7 +228,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
             gathers = [_unit(2, dtype=torch.bfloat16, per_step=per_step)]
             plan = planned(of, [_unit(2)], gathers=gathers)
             yield f"parameters | {name} | {per_step} a step", plan
-    some = {"gradients": [rules | {"codec": {"kind": "packed", "density": 0.1}}]}
+    some = {"gradients": [rules | {"codec": {"kind": "sketch", "density": 0.1}}]}
     yield "flat", planned(some, [_flat(3)])
     yield "columns sharded", planned(some, [_unit(2, dim=1)])
     yield "float16", planned(some, [_unit(2, dtype=torch.float16)])

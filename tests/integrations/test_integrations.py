@@ -212,16 +212,6 @@ def test_the_callback_in_ddp_resumes_as_if_it_had_not_stopped(rank: int, world_s
     equal(rest, whole)
 
 
-@on_ranks(2)
-def test_the_callback_needs_fsdp_or_ddp(rank: int, world_size: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        trainer = Trainer(callback_class(monkeypatch)(), Path("there"))
-    trainer.call("on_train_begin")
-    nn.Linear(1, 1)(torch.ones(1))
-    with pytest.raises(ValueError, match=r"nor put it into Distributed.*torchrun.*fsdp=True"):
-        trainer.call("on_pre_optimizer_step")
-
-
 def test_the_callback_refuses_what_it_cannot_do(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -331,7 +321,7 @@ def test_only_wrapped_models_have_any() -> None:
 
 @on_ranks(2)
 def test_ranks_load_together_or_not_at_all(rank: int, world_size: int) -> None:
-    model = wrapped(POLICIES["packed"])
+    model = wrapped(POLICIES["sketch"])
     run(model, rank, range(2))
     with shared_folder() as folder:
         residuals.save_residuals(model, folder / "tagc")

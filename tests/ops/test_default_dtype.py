@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from support.exact import equal
-from support.packed_cases import both
 from support.trials import SIZES, Trial, trials
-from tagc.ops import cpu
+from tagc.ops import cpu, get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
 from tagc.ops.cpu import lag as cpu_lag
 from tagc.ops.cpu import matrix as cpu_matrix
-from tagc.ops.cpu import packed as cpu_packed
 from tagc.ops.cpu import sketch as cpu_sketch
 from tagc.ops.cpu import thresholds as cpu_thresholds
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck.calls import OPERATORS
@@ -44,8 +41,9 @@ def set_default() -> Iterator[Callable[[torch.dtype], None]]:
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
-@both
-def test_gives_the_same_bits(ops, trial: Trial, dtype, set_default):
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):
+    ops = get_ops("cpu", name)
     cases = [case_of(call, inputs) for call, inputs in trial.calls]
     wanted = [case.run(ops, Tensor.clone) for case in cases]
     set_default(dtype)
@@ -59,12 +57,12 @@ def test_all_operators_are_run():
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_packed, cpu_lag, cpu_thresholds):
+    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_lag, cpu_thresholds):
         module._compile.cache_clear()  # what is prepared already is not prepared again
+    cpu_sketch._compile_select.cache_clear()
     set_default(dtype)
-    cpu.prepare(plan_layout(100, SYMBOLS["int8x4"], 10), F32, F32)
+    cpu.prepare(plan_layout(100, SYMBOLS["int8x4"], 100), F32, F32)
     cpu.prepare_blocks(BlockLayout(numel=100, bits=8), F32, F32, 0.0)
     cpu.prepare_matrix(MatrixLayout(rows=2, columns=8), F32, F32, 0.0)
-    cpu.prepare_packed(plan_packed(100, capacity=10), F32, F32)
     cpu.prepare_lag()
     cpu.prepare_thresholds()

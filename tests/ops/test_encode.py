@@ -65,6 +65,24 @@ def test_reference_encodes_a_support_by_the_contract(symbol, grad_dtype, residua
         assert got.index[:, -1].tolist() == [int(bad), 0]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_reference_selects_what_it_encodes(mode):
+    rng = np.random.default_rng(3)
+    for n, symbol in itertools.product((1, 33, 258), ("int8x4", "int32x1")):
+        case = make_case(n, 2, symbol, F32, None, mode, rng)
+        spoil(case, rng)
+        layout, expected = case.layout, encode(REFERENCE, case)
+        bitmap = oracle.widened(oracle.poisoned(2, layout.words, dtype=torch.int32))
+        counts = oracle.poisoned(2, 4, dtype=torch.int32)
+        REFERENCE.select(
+            case.grad, case.threshold, bitmap, counts, layout=layout, capacity=case.capacity
+        )
+        oracle.check_margins(bitmap)
+        assert torch.equal(bitmap, expected.index[:, :-1])
+        assert torch.equal(counts[:, :3], expected.counts[:, :3])
+        assert not counts[:, 3].any()
+
+
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 @variants
 def test_non_finite_gradients_poison_and_leave_the_residual(

@@ -50,8 +50,3 @@ def test_groups_of_a_bitmap_are_listed_in_order(density, words):
     packed = np.packbits(present, bitorder="little").view(np.uint32)
     expected = np.flatnonzero(present)
     assert np.array_equal(bitmap.keys_of(packed), expected)
-    for room in (1, 5, 64):
-        keys = np.full(room + bitmap.SLACK + 1, 7, np.uint32)
-        count = bitmap.write_keys(packed, keys, room)
-        assert np.array_equal(keys[:count], expected[:room])
-        assert keys[-1] == 7

@@ -38,7 +38,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def test_the_contract_is_found():
-    assert {"encode", "quantize", "quantize_matrix", "pack", "release"} <= set(CONTRACT)
+    assert {"encode", "quantize", "quantize_matrix", "select", "release"} <= set(CONTRACT)
     assert all("self" in signature_of(method).parameters for method in CONTRACT.values())
 
 

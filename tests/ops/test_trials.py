@@ -53,7 +53,7 @@ def test_trials_have_all_that_kernels_stumble_over():
     calls = [call for trial in FEW for call, _ in trial.calls]
     assert {call.operator for call in calls} == {*OPERATORS}
     seen: Counter[str] = Counter()
-    for operator in ("pack", "encode"):
+    for operator in ("select", "encode"):
         for found, x in results(operator):
             above, nonzero, kept, clipped = (
                 found["counts"][:, i] for i in (ABOVE, NONZERO, KEPT, SATURATED)
@@ -72,7 +72,7 @@ def test_trials_have_all_that_kernels_stumble_over():
         seen["decode: unresolved"] += 0 < left < keys
         seen["decode: resolved"] += keys > 0 and left == 0
     expected = [
-        *(f"{name}: {what}" for name in ("pack", "encode") for what in (
+        *(f"{name}: {what}" for name in ("select", "encode") for what in (
             "trimmed", "nothing kept", "all kept", "not finite")),
         *(f"{name}: {what}" for name in ("quantize", "quantize_matrix") for what in (
             "not finite", "subnormal")),

@@ -1,6 +1,6 @@
 """The parity matrix: native FSDP and DDP beside tagc, by API, dtype, ranks, option and policy.
 
-    make parity                                # run all of it, print the tables of docs/parity.md
+    make parity                                # run all of it (docs/parity.md), print tables
     PYTHONPATH=tests python -m parity --quick  # what `make test` runs
     PYTHONPATH=tests python -m parity --default-dtype bfloat16
 

@@ -19,7 +19,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "int32x1": rule({"kind": "sketch", "density": 1.0, "symbol": "int32x1"}),
     "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
-    "packed": rule({"kind": "packed", "density": 0.3}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
     "matrix": rule({"kind": "matrix", "group": 8}, names=MATRICES),
     # Nothing changes here, so that all ranks have the exact parameters.

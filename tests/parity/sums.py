@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +14,14 @@ from torch import Tensor
 
 import tagc
 from support.conservation import for_shards, laid_out, planned
+from support.launching import launch, sketch_of
 from tagc.codecs.matrix import MatrixPlan
-from tagc.codecs.sketch import SketchCodec, SketchPlan
+from tagc.codecs.sketch import SketchPlan
 from tagc.collect import UnitReducer
-from tagc.collect.part import Part
+from tagc.ops import Ops
+from tagc.ops.launches import Expand, QuantizeMatrix
 from tagc.plan import Segment
+from tagc.plan.part import Part
 
 from .apis import Api
 from .dtypes import F16, F32, F64, Dtype
@@ -33,6 +35,11 @@ def _is_matrix(segment: Segment) -> bool:
     return isinstance(segment.codec, MatrixPlan)
 
 
+def _first(sent: Sequence[Tensor]) -> Tensor:
+    """The columns of slices, encoded for every owner at once."""
+    return torch.cat([one for one in sent if len(one) > 1], 1)
+
+
 @contextmanager
 def recorded() -> Iterator[dict[int, Tensor]]:
     """Magnitudes of what every reducer was handed, by its identity. Enter it before wrapping.
@@ -41,7 +48,8 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     as well.
     """
     amounts: dict[int, Tensor] = {}
-    reduce_ = UnitReducer.reduce
+    reduce_, bound = UnitReducer.reduce, QuantizeMatrix.bound
+    sent: list[Tensor] = []
 
     def add(self: UnitReducer, size: Tensor) -> None:
         amounts[id(self)] = amounts.get(id(self), torch.zeros_like(size)) + size
@@ -49,31 +57,39 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *how: Any, reached: Any = None) -> None:
         size = inp.view(self.plan.rows, -1).double().abs()
         if reached is not None:
-            size = Part(self.plan, frozenset(reached)).expand(size)
+            part = Part(self.plan, frozenset(reached))
+            whole = size.new_empty(len(size), self.plan.columns)
+            launch(Expand(part.runs), size, whole)
+            size = whole
         if self.plan.info.flat is not None:
             # FSDP1 reduces the gradients of frozen parameters, too, and then drops them.
             size *= planned(self.plan)
-        with patch.object(self.coder, "encode", partial(encode, self, self.coder.encode)):
-            reduce_(self, out, inp, *how, reached=reached)
+        sent.clear()
+        reduce_(self, out, inp, *how, reached=reached)
         add(self, size)
+        matrices = [segment for segment in self.plan.segments if _is_matrix(segment)]
+        if matrices and sent:
+            # After these come sums of slices.
+            of_segments = torch.cat(sent, 1) if self.plan.shots is None else _first(sent)
+            widths = [self.residuals[s.start].shape[1] for s in matrices]
+            pieces = of_segments.split(widths, 1)
+            found = {s.start: piece for s, piece in zip(matrices, pieces, strict=True)}
+            add(self, for_shards(self.plan, laid_out(self.plan, found)))
 
-    def encode(self: UnitReducer, encode_: Any, grad: Tensor, *how: Any) -> None:
-        plan = self.plan
-        here = plan.segments if plan.shots is None else plan.shots.reduce.segments
-        pairs = [(s, at) for s, at in zip(plan.segments, here, strict=True) if _is_matrix(s)]
-        owed = {s.start: self.residuals[s.start].double() for s, _ in pairs}
-        before = grad.double()
-        encode_(grad, *how)
-        sent = {
-            s.start: (
-                before[:, at.start : at.stop] + owed[s.start] - self.residuals[s.start].double()
-            ).abs()
-            for s, at in pairs
-        }
-        if sent:
-            add(self, for_shards(plan, laid_out(plan, sent)))
+    def quantize(self: QuantizeMatrix, ops: Ops, own: int) -> Callable[..., object]:
+        run = bound(self, ops, own)
 
-    with patch.object(UnitReducer, "reduce", reduce):
+        def noted(x: Tensor, residual: Tensor | None, message: Tensor) -> None:
+            before = x.double() + (0 if residual is None else residual)
+            run(x, residual, message)
+            sent.append((before - (0 if residual is None else residual)).abs())
+
+        return noted
+
+    with (
+        patch.object(UnitReducer, "reduce", reduce),
+        patch.object(QuantizeMatrix, "bound", quantize),
+    ):
         yield amounts
 
 
@@ -165,14 +181,14 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
         if plan.all_reduced:
             own %= plan.info.ranks_per_host
         rows = plan.messages.made
-        sketch = reducer.coder.codecs.get("sketch")
-        if not isinstance(sketch, SketchCodec):
+        if reducer.programs.sketches is None:
             continue
+        sketch = sketch_of(reducer)
         for j, segment in enumerate(plan.of(SketchPlan)):
             row = own // plan.info.ranks_per_host
-            half = sketch.quantization_steps[j, row].item() / 2
+            half = sketch.step[j, row].item() / 2
             # Thresholds are sizes of elements, and steps a small part of them.
-            assert 2 * half <= 2**-14 * sketch.controllers[0].threshold[j, row].item()
+            assert 2 * half <= 2**-14 * sketch.threshold[j, row].item()
             most = plan.peers * half / math.prod(how(W))
             of_segment = {segment.start: torch.ones(rows, segment.columns)}
             here = for_shards(plan, laid_out(plan, of_segment))[own] > 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 import tagc
@@ -13,14 +10,6 @@ from support.exact import equal
 from support.states import POLICIES, run, snapshot, wrapped
 from tagc.ops.launches import Subtract
 from tagc.plan import gathers
-
-
-def test_short_gaps_are_joined() -> None:
-    gap = gathers._GAP
-    ends = [(3, 5), (5, 9), (9 + gap, 20 + gap), (21 + 2 * gap, 22 + 2 * gap)]
-    segments: Any = [SimpleNamespace(start=start, stop=stop) for start, stop in ends]
-    assert gathers._joined(segments) == [slice(3, 20 + gap), slice(*ends[-1])]
-    assert gathers._joined([]) == []
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tagc.plan import FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan
-from tagc.plan.param_slices import ParamSlice, columns_of, filled_columns, param_slices
+from tagc.plan.param_slices import ParamSlice, columns_of, param_slices
 from tagc.policy import Policy
 
 
@@ -43,22 +43,6 @@ def test_the_example_of_the_docstring() -> None:
     ]
 
 
-def test_all_of_a_unit_is_its_buffer() -> None:
-    info = flat(2, a=4, b=3, c=2)
-    assert columns_of(info, info.params) == 5
-    assert all(piece.column == piece.start for piece in param_slices(info, info.params))
-    # What is frozen in between is left out.
-    info = flat(2, whole=False, a=4, b=3, c=2)
-    assert columns_of(info, info.params[::2]) == 4
-    assert filled_columns(info, info.params[::2]) == [4, 2]
-
-
-def test_a_parameter_over_many_rows() -> None:
-    info = flat(4, a=1, b=9)
-    lengths = [(p.row, p.offset, p.length) for p in param_slices(info, chosen(info, "b"))]
-    assert lengths == [(0, 0, 2), (1, 2, 3), (2, 5, 3), (3, 8, 1)]
-
-
 def test_fsdp2() -> None:
     """FSDP2 cuts the first dimension: (5, 3) over 4 ranks is 2 rows, 2 rows, 1 row and nothing."""
     params = (
@@ -86,16 +70,6 @@ def block_plan() -> UnitPlan:
         warnings.simplefilter("ignore")
         plan = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]}))
     return plan.units[0]
-
-
-def test_segments_are_rules() -> None:
-    unit = block_plan()
-    assert [(s.role, s.codec.name, s.columns) for s in unit.segments] == [
-        ("mixed", "quantized int8", 400),
-        ("mixed", "dense", 400),
-    ]
-    assert unit.columns == 800
-    assert unit.buffer_columns == 400
 
 
 def test_only_what_an_owner_has_is_sent() -> None:

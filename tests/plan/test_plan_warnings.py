@@ -40,16 +40,6 @@ def test_a_plan_that_sends_more_than_dense_says_so():
     assert not build_plan([unit(2, torch.bfloat16)], SKETCH).warnings
 
 
-def test_a_dense_rule_that_matches_nothing_says_so():
-    rules = [
-        {"when": {"name": "*.lmhead.*"}, "codec": {"kind": "dense"}},
-        {"when": {"role": "mlp"}, "codec": {"kind": "sketch", "density": 0.1}},
-    ]
-    plan = build_plan([unit(2, torch.float32)], Policy.load({"schema": 1, "gradients": rules}))
-    (warning,) = plan.warnings
-    assert warning.endswith("gradients[0] matches no parameter of this model")
-
-
 def test_a_rule_whose_parameters_are_too_small_says_so():
     rules = [{"when": {"role": "mlp"}, "codec": {"kind": "quantized"}}, {"when": {}, "codec": FOUR}]
     shapes = {"h.0.mlp.c_fc.weight": (8, 512), "h.0.attn.c_attn.weight": (512, 512)}
@@ -153,10 +143,8 @@ def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
     ("rank", "policy"),
     [
         (32, "hybrid"),  # 16,384 elements each
-        (8, rules({"when": {"min_numel": 4096}, "codec": FOUR})),
         (8, rules({"when": {"min_numel": 5000}, "codec": FOUR})),
         (8, rules({"when": {"name": "*lora*"}, "codec": {"kind": "dense"}})),
-        (8, rules({"when": {"role": "mlp"}, "codec": FOUR})),
         (8, rules({"when": {}, "codec": FOUR}, {"when": {}, "codec": {"kind": "dense"}})),
         (8, "dense"),
     ],

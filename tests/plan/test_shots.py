@@ -51,7 +51,7 @@ def test_bytes_do_not_grow_with_copies(codec: dict[str, Any]) -> None:
     """A rank sends its message twice, but for its own part, whatever the number of copies: as in a
     ring. More are scales of columns, in 4 bits, which each slice of a matrix has of its own."""
     one_message = sent(planned(2, codec).replicas[0])
-    for copies in (3, 4, 8, 64):
+    for copies in (3, 8):
         (unit,) = planned(copies, codec).replicas
         assert unit.shots is not None
         ring = 2 * (copies - 1) / copies
@@ -96,7 +96,6 @@ def test_what_a_plan_says() -> None:
 @pytest.mark.parametrize(
     ("codec", "more", "why"),
     [
-        ({"kind": "packed", "density": 0.01}, {}, "codec 'packed int8' needs all messages"),
         ({"kind": "sketch", "density": 0.01}, {}, "codec 'sketch int8x4' needs all messages"),
         (QUANTIZED, {"dtype": torch.float16}, "sums may leave the range of float16"),
         (QUANTIZED, {"dim": 1}, "another dimension than the first"),
@@ -113,7 +112,7 @@ def test_what_goes_in_one_shot(codec: dict[str, Any], more: dict[str, Any], why:
 
 
 @pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
-@pytest.mark.parametrize("copies", [2, 3, 5, 64])
+@pytest.mark.parametrize("copies", [3, 64])
 def test_slices_are_every_element_once(codec: dict[str, Any], copies: int) -> None:
     unit = in_two_shots(planned(copies, codec).replicas[0])
     assert unit.shots is not None

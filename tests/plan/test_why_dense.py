@@ -53,16 +53,6 @@ def test_every_dense_row_has_its_reason():
     assert not said
 
 
-def test_the_table_ends_on_the_reason():
-    plan = explained({"when": {"role": "mlp"}, "codec": {"kind": "quantized"}})
-    lines = {line.split()[1]: line for line in str(plan).splitlines() if "layers" in line}
-    assert lines["layers.{0–1}.self_attn.q_proj.weight"].endswith("no rule for its role")
-    assert lines["layers.{0–1}.mlp.up_proj.weight"].endswith("KiB")
-    whole = explained({"when": {"name": "*"}, "codec": {"kind": "quantized"}})
-    assert "why dense" in str(plan)
-    assert "why dense" not in str(whole)
-
-
 def test_what_codec_auto_left_dense():
     rules = [{"when": {"role": "mlp"}, "codec": {"kind": "auto", "min_bits": 32}}]
     link = Link(bandwidth=1e9)
@@ -111,7 +101,7 @@ def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
 
 def test_vectors_alone_are_answered_with_a_name():
     with pytest.raises(tagc.PolicyError, match=r"write `name: layers\.0\.b` under `when`"):
-        tagc.explain({"layers.0.b": (99999,)}, "packed-20", world_size=2)
+        tagc.explain({"layers.0.b": (99999,)}, "loco-4bit", world_size=2)
 
 
 def test_roles_of_the_policy_reach_the_plan():

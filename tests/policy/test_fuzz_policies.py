@@ -24,8 +24,7 @@ schema: 1
 about: every key of the schema
 gradients:
   - when: {role: [attention, mlp], name: ["*.weight", "h.*"], layers: 0-11, min_numel: 10}
-    codec: {kind: packed, density: 0.25, bits: 4, group: 2, block: 64,
-            warmup_steps: 3}
+    codec: {kind: sketch, density: 0.25, symbol: auto, warmup_steps: 3}
     feedback: {kind: residual, dtype: bfloat16}
   - when: {layers: [1, 2], max_numel: 1000000}
     codec: {kind: quantized, bits: 4, block: 1024}
@@ -53,7 +52,7 @@ sites:
 """
 WORDS = [
     *(b"roles ssm".split()),
-    *(b"kind when codec feedback role name layers density bits sketch packed dense auto".split()),
+    *(b"kind when codec feedback role name layers density bits sketch matrix dense auto".split()),
     *(b"0 1 -1 0.5 1e-3 1e400 .nan .inf 99999999999999999999 true no null ~ 0x10 1_0".split()),
     *(b"gradients parameters replicas shared own residual average none bfloat16".split()),
     *(b"&a *a !!python/object/apply:os.system !!binary << ? - : { } [ ] | > ' \" # \t".split(b" ")),
@@ -97,7 +96,7 @@ def test_what_a_policy_says():
     meant = Policy.load(yaml.safe_load(EVERY_KEY.replace(b"1e-1", b"0.1")))
     dumped = meant.model_dump(by_alias=True)
     assert says(given, dumped)
-    changes = {"0.25": "0.5", "0.75": "0.7", "64": "32", "head": "mlp", "true": "false"}
+    changes = {"0.25": "0.5", "0.75": "0.7", "head": "mlp", "true": "false"}
     changes |= {"0-11": "0-12", "kind: auto": "kind: dense", "1e-1": "1", '"h.*"': '"i.*"'}
     for old, new in changes.items():
         assert old.encode() in EVERY_KEY

@@ -12,25 +12,20 @@ DENSE = {"kind": "dense"}
     ("when", "name", "expected"),
     [
         ({}, "layers.0.mlp.w1.weight", True),
-        ({"role": "mlp"}, "layers.0.mlp.w1.weight", True),
-        ({"role": "mlp"}, "layers.0.attention.wq.weight", False),
         ({"role": ["head", "mlp"]}, "layers.0.mlp.w1.weight", True),
+        ({"role": ["head", "mlp"]}, "layers.0.attention.wq.weight", False),
         ({"name": "*.mlp.*"}, "layers.0.mlp.w1.weight", True),
         ({"name": "*.MLP.*"}, "layers.0.mlp.w1.weight", False),
-        ({"name": "mlp"}, "layers.0.mlp.w1.weight", False),
         ({"name": ["head.*", "layers.[01].*"]}, "layers.0.mlp.w1.weight", True),
         ({"name": "layers.0.mlp.*"}, "module.layers.0._orig_mod.mlp.w1.weight", True),
         ({"role": "mlp", "name": "*.w2.*"}, "layers.0.mlp.w1.weight", False),
         ({"layers": "1-2"}, "layers.0.mlp.w1.weight", False),
         ({"layers": "1-2"}, "layers.1.mlp.w1.weight", True),
-        ({"layers": [1, 2]}, "layers.2.mlp.w1.weight", True),
         ({"layers": "1-2"}, "layers.3.mlp.w1.weight", False),
         ({"layers": 3}, "layers.3.mlp.w1.weight", True),
         ({"layers": "0-99"}, "lm_head.weight", False),
-        ({"min_numel": 512 * 512}, "layers.0.mlp.w1.weight", True),
         ({"min_numel": 512 * 512 + 1}, "layers.0.mlp.w1.weight", False),
         ({"min_numel": 512 * 512, "max_numel": 512 * 512}, "layers.0.mlp.w1.weight", True),
-        ({"max_numel": 512 * 512}, "layers.0.mlp.w1.weight", True),
         ({"max_numel": 512 * 512 - 1}, "layers.0.mlp.w1.weight", False),
     ],
 )
@@ -45,7 +40,6 @@ def test_conditions(when: dict, name: str, expected: bool):
         ({}, (SMALL,), False),
         ({}, (1, SMALL), True),
         ({}, (1, SMALL - 1), False),
-        ({"role": "mlp"}, (SMALL * 4,), False),
         ({"min_numel": 8}, (1, 8), True),
         ({"min_numel": 8}, (SMALL,), False),
         ({"name": "*"}, (8,), True),
@@ -104,10 +98,6 @@ def test_the_nearest_rule_says_why():
     assert nearest_miss(Policy.load("dense").gradients, ParamInfo.of("w", BIG)).why == (
         "no rule compresses"
     )
-
-
-def test_a_dense_rule_matches_small_parameters_too():
-    assert Policy.load("dense").match(ParamInfo.of("norm.weight", (8,))) == 0
 
 
 def test_the_first_matching_rule_wins(tmp_path):

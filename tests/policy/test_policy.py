@@ -7,7 +7,7 @@ import pytest
 from support.policy_files import BASE, load_text, one_rule
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy import ROLES, Policy, Rule
+from tagc.policy import ROLES, Policy
 
 # Sources
 
@@ -43,25 +43,12 @@ def test_the_content_of_a_file(tmp_path):
     assert second.codec == DenseConfig()
 
 
-def test_core_schema_scalars(tmp_path):
-    text = BASE.replace("0.2", "1e-3").replace("a test", "1:30").encode("utf-8-sig")
-    policy = load_text(text, tmp_path)
-    assert policy.gradients[0].codec.model_dump()["density"] == 0.001
-    assert policy.about == "1:30"
-
-
-def test_models_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        Policy.load("dense").about = "changed"
-
-
 @pytest.mark.parametrize(
     ("codec", "kind"),
     [
         ({"kind": "dense"}, "none"),
         ({"kind": "dense", "wire": "bfloat16"}, "none"),
         ({"kind": "sketch", "density": 0.1}, "residual"),
-        ({"kind": "packed", "density": 0.1}, "residual"),
         ({"kind": "quantized"}, "average"),
         ({"kind": "auto"}, "average"),
     ],
@@ -71,25 +58,13 @@ def test_feedback_that_fits_is_the_default(codec: dict, kind: str):
     assert policy.gradients[0].feedback.kind == kind
 
 
-# Defaults and hash
-
-
-def test_feedback_by_default_follows_the_codec():
-    assert one_rule({}).gradients[0].feedback == FeedbackConfig(kind="residual", dtype="float32")
-    assert Policy.load("dense").gradients[0].feedback.kind == "none"
-    assert Rule.model_validate({"when": {}, "codec": {"kind": "dense"}}).feedback.kind == "none"
-
-
 def with_roles(roles: dict) -> Policy:
     return Policy.load({"schema": 1, "extends": "attn-only", "roles": roles})
 
 
 SAME = [
     (with_roles({"mlp": ["b", "a"]}), with_roles({"mlp": ["a", "b", "b"]})),
-    (with_roles({"mlp": "a"}), with_roles({"mlp": ["a"]})),
-    (one_rule({"layers": "3-3"}), one_rule({"layers": 3})),
     (one_rule({"layers": "0 - 4"}), one_rule({"layers": [0, 4]})),
-    (one_rule({"role": "mlp"}), one_rule({"role": ["mlp", "mlp"]})),
     (one_rule({"role": ["mlp", "head"]}), one_rule({"role": ["head", "mlp"]})),
     (one_rule({"name": ["a", "b"]}), one_rule({"name": ("b", "a")})),
     (one_rule({}), one_rule({"role": None}, feedback={"dtype": "float32"})),
@@ -100,8 +75,6 @@ DIFFERENT = [
     (one_rule({}), one_rule({"layers": 3})),
     (one_rule({}), one_rule({"min_numel": 0})),
     (one_rule({}), one_rule({}, feedback={"dtype": "bfloat16"})),
-    (one_rule({}), one_rule({}, feedback={"kind": "none"})),
-    (Policy.load("attn-only"), Policy.load("dense")),
 ]
 
 

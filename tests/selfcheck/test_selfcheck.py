@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -135,44 +134,6 @@ def test_inputs_have_what_kernels_stumble_over(operator):
         assert (x == 0).any()
         results = case.run(REFERENCE, Tensor.clone)
         assert any((result != case.tensors[name]).any() for name, result in results.items())
-
-
-def test_more_groups_are_above_the_threshold_than_fit():
-    above, kept = 0, 0
-    for call in CALLS:
-        if call.operator == "pack":
-            counts = case_of(call).run(REFERENCE, Tensor.clone)["counts"]
-            above, kept = above + int(counts[:, 0].sum()), kept + int(counts[:, 2].sum())
-    assert kept < above
-
-
-def test_tables_have_keys_and_most_can_be_decoded():
-    found = [
-        case_of(call).run(REFERENCE, Tensor.clone)["stats"].tolist()
-        for call in CALLS
-        if call.operator == "decode"
-    ]
-    assert all(keys > 0 for keys, _ in found)
-    assert sum(unresolved == 0 for _, unresolved in found) > len(found) // 2
-
-
-@pytest.mark.parametrize("rows", [(1, 1), (2, 8), (9, 9)])
-def test_inputs_of_steer_take_every_branch(rows):
-    given: dict[str, Any] = case_of(replace(ONE_OF_EACH["steer"], rows=rows)).tensors
-    counts, state, scale = given["counts"], given["state"], given["scale"]
-    target, most = given["target"], given["max_boost"]
-    above, nonzero, kept, saturated = counts.float().unbind(-1)
-    coarser, finer = 64 * saturated > kept, 1024 * saturated < kept
-    _, boost, bias, _, side, _ = state
-    goal = torch.minimum(target[:, None], 0.9 * nonzero).clamp(min=0.5)
-    ratio = above / (goal * bias)
-    near = (ratio > 1 / 4) & (ratio < 4)
-    swung = (ratio - 1) * side < 0
-    for both in (above > 0, nonzero > 0, coarser, finer, near, swung, scale > 0):
-        assert 0 < both.sum() < both.numel()
-    assert (~coarser & ~finer).any()
-    assert (boost < most[:, None]).any()
-    assert set(side.unique().tolist()) == {-1.0, 0.0, 1.0}
 
 
 def test_calls_are_noted_once():

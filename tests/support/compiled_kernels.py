@@ -11,8 +11,6 @@ from support.compiled import Compiled, compiling
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
-from tagc.ops.packed import GROUPS as PACKED_GROUPS
-from tagc.ops.packed import PackedLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS, Symbol
 
@@ -30,12 +28,8 @@ MATRIX = {
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
     "dequantize_groups_kernel",
 }  # fmt: skip
-PACKED = {
-    "select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel", "rank_kernel",
-    "scan_kernel", "list_kernel", "index_kernel", "read_kernel", "values_kernel", "unpack_kernel",
-}  # fmt: skip
 OTHERS = {"undo_lag_kernel", "steer_kernel"}
-KERNELS = SKETCH | BLOCKS | MATRIX | PACKED | OTHERS
+KERNELS = SKETCH | BLOCKS | MATRIX | OTHERS
 
 
 def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
@@ -58,6 +52,9 @@ def encode(symbol, grad, residual, hashes, kind, numel=4096, W=2) -> None:
         layout=layout, levels=symbol.levels(W), capacity=layout.groups if kind == "all" else 10,
         support=support,
     )  # fmt: skip
+    if support is not None:
+        x, counts = torch.empty(1, numel, dtype=residual or F32), torch.empty(1, 4).int()
+        ops.select(x, torch.ones(1), support[:1], counts, layout=layout, capacity=10)
 
 
 def decode(symbol, out, residual, hashes, divisor, numel=4096, W=2) -> None:
@@ -95,27 +92,6 @@ def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024,
     left = None if residual is None else torch.empty(R, layout.numel, dtype=residual)
     ops.quantize_matrix(x, left, message, layout=layout, average=average)
     ops.dequantize_matrix(message[None], x[:1], layout=layout, divisor=divisor)
-
-
-def packed(bits, block, group, low, grad, residual, kind, divisor, numel=1 << 14, R=2) -> None:
-    """``kind``: room for ``some`` groups or ``all``."""
-    groups = -(-numel // group)
-    capacity = groups if kind == "all" else groups // 2
-    layout = PackedLayout(
-        numel=numel, group=group, capacity=capacity, low_bits=low,
-        values=BlockLayout(numel=capacity * group, bits=bits, block=block),
-    )  # fmt: skip
-    message = torch.empty(R, layout.words, dtype=torch.int32)
-    marks = torch.empty(R, layout.bitmap_words, dtype=torch.int32)
-    counts = torch.empty(R, 4, dtype=torch.int32)
-    x, left = torch.empty(R, numel, dtype=grad), None
-    if residual is not None:
-        left = torch.empty(R, numel, dtype=residual)
-    ops.pack(x, left, torch.ones(R), message, counts, layout=layout)
-    ops.unpack(message, torch.empty(numel, dtype=grad), layout=layout, divisor=divisor)
-    if residual is None:
-        ops.select(x, torch.ones(R), marks, counts, layout=layout)
-        ops.write_index(marks, message[:, 2 : 2 + layout.index_words], layout=layout)
 
 
 def lag(out, numel=1 << 14) -> None:
@@ -157,14 +133,6 @@ MATRICES = [
     for i, code in enumerate(CODES)
     for k in range(4 if code == (1, 1) else 1)
 ]
-# Every size of a group with every pair of dtypes; the rest takes turns.
-PACKS = [
-    (
-        BITS[i % len(BITS)], BLOCK_SIZES[i % 8], group, (0, 1, 2, 4, 8, 16)[(i // 3 + i) % 6],
-        *dtypes, ("some", "all")[i // 6 % 2], 2 + i // 2 % 2,
-    )
-    for i, (dtypes, group) in enumerate(itertools.product(DTYPES, PACKED_GROUPS))
-]  # fmt: skip
 CODECS = list(itertools.product((SYMBOLS["int8x4"], SYMBOLS["int32x1"]), HASHES))
 
 
@@ -184,7 +152,6 @@ def compile_all(
         if share > 1:
             for hashes in (3, 1):
                 decode(SYMBOLS["int8x4"], F32, BF16, hashes, 3)
-            packed(*PACKS[5])  # of large blocks, all groups
         for arguments in CODECS[:codecs]:
             codec(*arguments)
         # Fewer of these; strides that take turns with all that varies.
@@ -193,8 +160,6 @@ def compile_all(
         for arguments in [MATRICES[turn], MATRICES[-1]] if share > 1 else MATRICES:
             matrix(*arguments)
         matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
-        for arguments in PACKS[turn :: 17 if share > 1 else 1]:
-            packed(*arguments)
         for dtype in (F32, BF16, F16):
             lag(dtype)
         for shape in ((1, 1), (2, 8)):

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from support.trials import BLOCKS, DITHERED, MATRICES, PACKED, SKETCHES
+from support.trials import BLOCKS, DITHERED, MATRICES, SKETCHES
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
@@ -32,7 +31,7 @@ DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)]
 def sketches() -> None:
     """All kernels of sketches."""
     for symbol, gradient, residual in SKETCHES:
-        CPU.prepare(sketch(symbol), gradient, residual)
+        CPU.prepare(sketch(symbol, 1000), gradient, residual)  # direct, so `select` too
     one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
     for symbol, gradient in DECODED:
         layout = sketch(symbol)
@@ -52,13 +51,10 @@ def messages() -> None:
     for bits, group, gradient, residual in MATRICES:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)
-    for group, bits, gradient, residual in PACKED:
-        layout = plan_packed(32, capacity=1, group=group, bits=bits)
-        CPU.prepare_packed(layout, gradient, residual)
 
 
-def sketch(symbol: str) -> SketchLayout:
-    return plan_layout(1000, SYMBOLS[symbol], 20)
+def sketch(symbol: str, keys: int = 20) -> SketchLayout:
+    return plan_layout(1000, SYMBOLS[symbol], keys)
 
 
 PARTS: dict[str, Callable[[], None]] = {"sketches": sketches, "messages": messages}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from support.units import gathered
-from tagc.codecs.feedback import LeadFeedback, SegmentFeedback
+from tagc.codecs.feedback import FeedbackRule, LeadFeedback
 from tagc.collect import UnitReducer
 from tagc.plan import Segment, UnitPlan, slices_of
 from tagc.plan.param_slices import ParamSlice, param_slices
@@ -73,7 +73,7 @@ class Accounts:
     def _held(self, of: Of) -> Tensor:
         """What all ranks keep for this rank's shard: residuals, and gradients that wait."""
         reducer, plan = self.reducer, self.reducer.plan
-        rows = laid_out(plan, _each(of, reducer.feedbacks, reducer.residuals))
+        rows = laid_out(plan, _each(of, reducer.rules, reducer.residuals))
         if of is _value:
             stored = sum(int(r.count_nonzero()) for r in reducer.residuals.values())
             assert int(rows.count_nonzero()) == stored, "something is owed to padding"
@@ -84,16 +84,16 @@ class Accounts:
         total = everyones[0 if plan.for_all else dist.get_rank()]
         if plan.shots is None:
             return total
-        debts = _each(of, reducer.owner_feedbacks, reducer.owner_residuals)
+        debts = _each(of, reducer.rules, reducer.owner_residuals)
         sums = laid_out(plan, debts, row=dist.get_rank())
         return total + self.owner_unit * gathered(sums[0]).sum(0)
 
     def _ahead(self, of: Of) -> Tensor:
         """What owners are ahead by: ``(1 - K) / K`` of the last sums."""
         reducer, plan = self.reducer, self.reducer.plan
-        states = _each(of, reducer.feedbacks, reducer.owner_states)
+        states = _each(of, reducer.rules, reducer.owner_states)
         for i, last in states.items():
-            rule = reducer.feedbacks[i].rule
+            rule = reducer.rules[i]
             assert isinstance(rule, LeadFeedback)
             assert rule.lead is not None
             states[i] = (1 - rule.lead) / rule.lead * last
@@ -104,23 +104,23 @@ class Accounts:
 
 
 # What is taken of a stored tensor [rows, columns]; no feedback keeps gradients that wait.
-Of = Callable[[SegmentFeedback | None, Tensor], Tensor]
+Of = Callable[[FeedbackRule | None, Tensor], Tensor]
 
 
-def _value(feedback: SegmentFeedback | None, stored: Tensor) -> Tensor:
+def _value(rule: FeedbackRule | None, stored: Tensor) -> Tensor:
     return stored.double()
 
 
-def _size(feedback: SegmentFeedback | None, stored: Tensor) -> Tensor:
+def _size(rule: FeedbackRule | None, stored: Tensor) -> Tensor:
     return stored.double().abs()
 
 
-def _stored_within(feedback: SegmentFeedback | None, stored: Tensor) -> Tensor:
+def _stored_within(rule: FeedbackRule | None, stored: Tensor) -> Tensor:
     """How far it may be from what was to be stored."""
     size = stored.double().abs()
-    if feedback is None or feedback.rule is None or feedback.rule.dtype == torch.float32:
+    if rule is None or rule.dtype == torch.float32:
         return 0 * size
-    if feedback.rule.dtype == torch.bfloat16:
+    if rule.dtype == torch.bfloat16:
         return 2.0**-8 * size
     # Half a step of a block of 256, and what bfloat16 rounds off the step; an owner that keeps an
     # estimate stores it once more.
@@ -130,9 +130,9 @@ def _stored_within(feedback: SegmentFeedback | None, stored: Tensor) -> Tensor:
 
 
 def _each(
-    of: Of, feedbacks: Mapping[int, SegmentFeedback], stored: Mapping[int, Tensor]
+    of: Of, rules: Mapping[int, FeedbackRule], stored: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    return {start: of(feedbacks[start], tensor) for start, tensor in stored.items()}
+    return {start: of(rules[start], tensor) for start, tensor in stored.items()}
 
 
 def laid_out(plan: UnitPlan, stored: Mapping[int, Tensor], row: int | None = None) -> Tensor:

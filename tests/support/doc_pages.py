@@ -217,11 +217,11 @@ def _check_parts(names: dict[str, Any]) -> None:
     config, request = names["Float8Config"](), mock.Mock(columns=1001, feedback=None)
     plan = names["plan_float8"](config, request)
     message = torch.empty(2, plan.words, dtype=torch.int32)
-    names["quantize"](x, residual, message)
+    names["EncodeFloat8"]().run(x, residual, message)
     for row in range(2):
-        said = torch.empty(1001)
-        names["dequantize"](message[row : row + 1], said, 1)
-        assert torch.equal(said + residual[row], x[row])
+        said = torch.empty(1, 1001)
+        names["SumFloat8"](1).run(message[row : row + 1], said)
+        assert torch.equal(said[0] + residual[row], x[row])
     kind = importlib.import_module("tagc.codecs.kind").CodecKind
     assert isinstance(names["FLOAT8"], kind)
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tagc.collect import UnitReducer
-from tagc.collect.flat import FlatRows
+from tagc.ops.launches import Pieces
 
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]]]:
     """Records the units' inputs and outputs, in FSDP's columns and in the plan's."""
     calls: list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]] = []
-    reduce, take, give = UnitReducer.reduce, FlatRows.arrange, FlatRows.restore
+    reduce, bound = UnitReducer.reduce, Pieces.bound
     inside: list[Tensor] = []
 
     def recorded_reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any) -> None:
@@ -28,20 +28,19 @@ def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tenso
         rows, shard = inside or (before, out.clone())
         calls.append((self, before, out.clone(), rows, shard))
 
-    def recorded_take(self: FlatRows, grad: Tensor) -> Tensor:
-        workspace = self._workspace.take("flat_grad", (len(grad), self._columns), grad.dtype)
-        workspace.fill_(torch.nan)
-        rows = take(self, grad)
-        inside.append(rows.clone())
-        return rows
+    def recorded_pieces(self: Pieces, ops: Any, own: int) -> Any:
+        move = bound(self, ops, own)
 
-    def recorded_give(self: FlatRows, shard: Tensor, out: Tensor, row: int) -> None:
-        inside.append(shard.clone())
-        give(self, shard, out, row)
+        def moved(x: Tensor, y: Tensor) -> None:
+            if not self.back:
+                y.fill_(torch.nan)
+            move(x, y)
+            inside.append((x[0] if self.back else y).clone())
+
+        return moved
 
     with (
         patch.object(UnitReducer, "reduce", recorded_reduce),
-        patch.object(FlatRows, "arrange", recorded_take),
-        patch.object(FlatRows, "restore", recorded_give),
+        patch.object(Pieces, "bound", recorded_pieces),
     ):
         yield calls

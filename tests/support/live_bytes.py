@@ -66,11 +66,8 @@ def stored_bytes(model: Any) -> int:
     compressor = tagc.compressor(model)
     total = 0
     for reducer in (*compressor.reducers, *compressor.replica_reducers):
-        for feedback in reducer.feedbacks.values():
-            if feedback.residual is not None:
-                total += feedback.residual._stored.nbytes
-            if feedback.owner_state is not None:
-                total += feedback.owner_state.nbytes
+        for stored in (reducer.residuals, reducer.owner_residuals, reducer.owner_states):
+            total += sum(tensor.nbytes for tensor in stored.values())
     for gatherer in compressor.gatherers:
         total += sum(t.nbytes for name, t in gatherer.store if name in ("copy", "kept_message"))
     return total

@@ -39,7 +39,7 @@ class Block:
 
 def pages() -> list[Path]:
     """All pages, the README first."""
-    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("records/*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ def with_changes(bits: int, **more: Any) -> dict:
     return rules(QUANTIZED, parameters=[{"when": when, "codec": codec}])
 
 
-PACKED = {"kind": "packed", "density": 0.3}
 SKETCH = {"kind": "sketch", "density": 0.3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
 MATRIX = {"kind": "matrix", "group": 8}
@@ -52,25 +51,21 @@ LEAD = {"kind": "residual", "lead": 0.4}
 POLICIES: dict[str, dict[str, Any]] = {
     "quantized average": rules(QUANTIZED, {"kind": "average", "beta": 0.5, "reset_steps": 3}),
     "quantized residual": rules(QUANTIZED, {"kind": "residual"}),
-    "quantized int8": rules(QUANTIZED, {"kind": "residual", "dtype": "int8"}),
-    "matrix int8": rules(MATRIX, {"kind": "residual", "dtype": "int8"}),
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
-    "inside warming up": rules(PACKED | {"warmup_steps": 2}, inside="bfloat16"),
+    "inside warming up": rules(SKETCH | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
         {"kind": "matrix", "warmup_steps": 1}, {"kind": "average", "beta": 0.5, "reset_steps": 3}
     ),
-    "packed": rules(PACKED),
-    "packed lead": rules(PACKED | {"warmup_steps": 2}, LEAD),
     # A segment of everything, which is FSDP1's own buffer.
     "whole lead": {
         "schema": 1,
-        "gradients": [{"when": {"min_numel": 1}, "codec": PACKED, "feedback": LEAD}],
+        "gradients": [{"when": {"min_numel": 1}, "codec": QUANTIZED, "feedback": LEAD}],
     },
-    "packed bfloat16": rules(PACKED | {"group": 4, "warmup_steps": 1}, BFLOAT16),
     "sketch": rules(SKETCH),
+    "sketch lead": rules(SKETCH | {"warmup_steps": 2}, LEAD),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
@@ -186,18 +181,6 @@ def shared_folder() -> Iterator[Path]:
 
 SAVERS = ("dcp", "safetensors")
 by_saver = pytest.mark.parametrize("saver", SAVERS)
-
-
-def in_turn(values: Iterable[Any], rare: Sequence[Any] = ()) -> list[Any]:
-    """Every value with one saver, in turn. The other saver and rare values are for
-    `make test-slow`."""
-    return [
-        pytest.param(
-            value, saver, marks=[] if i % 2 == j and value not in rare else [pytest.mark.slow]
-        )
-        for i, value in enumerate(values)
-        for j, saver in enumerate(SAVERS)
-    ]
 
 
 def train_and_save(

@@ -15,7 +15,6 @@ import torch
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.packed import plan_packed
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, sketch_calls
@@ -27,7 +26,6 @@ from tagc.selfcheck.everything import (
     encoder_calls,
     lag_call,
     matrix_calls,
-    packed_calls,
     steer_call,
 )
 from tagc.selfcheck.inputs import Inputs
@@ -207,60 +205,6 @@ def _matrices(each: int | None) -> Iterator[Trial]:
         yield Trial(_name("matrix", bits, group, grad, residual), tuple(calls), compiled)
 
 
-# group, bits, gradient, residual
-PACKED = [
-    (1, 8, F32, F32),
-    (1, 4, F16, F32),
-    (4, 4, BF16, BF16),
-    (2, 8, F32, None),
-]
-RARER_PACKED = [
-    (4, 8, F32, BF16),
-    (2, 8, BF16, BF16),
-    (4, 8, BF16, None),
-    (1, 4, BF16, BF16),
-    (2, 4, F32, None),
-    (2, 4, F16, BF16),
-    (4, 8, BF16, F32),
-    (2, 8, F16, None),
-]
-# elements, share that the capacity holds, share above the threshold, block, low bits (None: those
-# planned), destinations, divisor, messages, kind of inputs
-PACKED_SIZES: Table = [
-    (700, 0.2, 0.1, 256, None, 2, 3, 2, USUAL),
-    (511, 0.2, 0.5, 32, 0, 2, 2, 3, TIES),
-    (1031, 0.2, 0.5, 64, 1, 1, 1, 1, USUAL),
-    (33, 0.5, 1.0, 32, 2, 2, 2, 2, ROUGH),
-    (1027, 0.2, 0.1, 128, 2, 2, 6, 4, ROUGH),
-    (2050, 0.2, 0.5, 32, 4, 2, 5, 5, TIES),
-    (300, 0.0, 0.3, 64, 1, 2, 2, 2, USUAL),
-    (2047, 0.5, 1.0, 512, 2, 1, 7, 2, USUAL),
-    (1, 1.0, 1.0, 32, 0, 2, 3, 3, USUAL),
-    (1500, 1.0, 0.2, 256, 1, 2, 3, 8, ROUGH),
-    (900, 0.2, 0.5, 1024, 8, 3, 3, 3, TIES),
-    (640, 0.1, 0.0, 64, 16, 2, 1, 2, USUAL),
-    (1024, 0.3, 0.6, 64, None, 1, 4, 2, USUAL),
-    (31, 0.2, 0.1, 32, 4, 1, 2, 1, USUAL),
-    (333, 0.5, 1.0, 4096, 4, 2, 9, 9, ROUGH),
-    (0, 0.0, 0.5, 32, 2, 2, 2, 2, USUAL),
-    (3001, 0.05, 0.2, 256, 16, 1, 2, 2, USUAL),
-]
-
-
-def _packed(each: int | None) -> Iterator[Trial]:
-    for (group, bits, grad, residual), rows in _dealt(PACKED_SIZES, PACKED + RARER_PACKED, each):
-        calls = []
-        for numel, room, above, block, low, R, divisor, ranks, kind in rows:
-            capacity = int(room * -(-numel // group))
-            layout = plan_packed(numel, capacity=capacity, group=group, bits=bits, block=block)
-            layout = layout if low is None else replace(layout, low_bits=low)
-            given = Inputs(kind=kind, above=above, destinations=R)
-            of_row = packed_calls(layout, (grad, residual), divisor, ranks)
-            calls += [(call, given) for call in of_row]
-        compiled = (group, bits, grad, residual) in PACKED
-        yield Trial(_name("packed", group, bits, grad, residual), tuple(calls), compiled)
-
-
 # symbol, gradient, residual
 SKETCHES = [
     ("int8x4", F32, F32),
@@ -359,11 +303,6 @@ def shards(numel: int) -> Trial:
     for bits, group, columns in ((1, 1, 1001), (2, 1, 1024), (1, 8, 2050), (1, 1, TILE + 3)):
         layout = MatrixLayout(rows=-(-numel // columns), columns=columns, bits=bits, group=group)
         calls += matrix_calls(layout, (BF16 if bits == 2 else F32, None), 0.0, 3, 2)
-    for group, low in ((1, 0), (1, 4), (4, 8), (4, 16)):
-        layout = plan_packed(numel, capacity=numel // (8 * group), group=group, bits=4)
-        calls += packed_calls(
-            replace(layout, low_bits=low), (BF16 if group == 4 else F32, None), 2, 2
-        )
     for symbol, dtype in (("int8x4", BF16), ("int32x1", F32)):
         layout = plan_layout(numel, SYMBOLS[symbol], numel // 50)
         calls += encoder_calls(layout, (dtype, None), 2, 2)
@@ -378,4 +317,4 @@ def trials(each: int | None = None) -> list[Trial]:
     Args:
         each: sizes of every format, so that all formats together have all; default: all for each.
     """
-    return [*_blocks(each), *_matrices(each), *_packed(each), *_sketches(each), *_others()]
+    return [*_blocks(each), *_matrices(each), *_sketches(each), *_others()]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import PackedLayout
 from tagc.ops.symbols import SYMBOLS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
@@ -25,7 +24,6 @@ from support.compiled_kernels import (
     F32,
     KERNELS,
     MATRIX,
-    PACKED,
     SKETCH,
     blocks,
     compile_all,
@@ -33,12 +31,13 @@ from support.compiled_kernels import (
     encode,
     layout_of,
     matrix,
-    packed,
 )
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # Few of the combinations that have among them every kernel, symbol, residual and choice of groups.
 FEW = {80: {"share": 10, "turn": 1}, 90: {"share": 11, "turn": 0}}
+
+SELECTING = {"select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel"}
 
 # Bytes that kernels spill, by name and architecture: Triton 3.6 has two words of two kernels.
 OLD = triton.__version__.startswith("3.6.")
@@ -75,7 +74,6 @@ def check_memory(kernels: list[Compiled]) -> None:
         # As many warps as kernels need to hide latency; some have more to do at a time.
         most = {
             "dequantize_matrix_kernel": 254,
-            "unpack_kernel": 168,
             "quantize_matrix_kernel": 168,
             # With float16 gradients, float32 residuals and blocks of 4096; others take 128.
             "quantize_kernel": 144,
@@ -182,7 +180,7 @@ def test_matrices_are_read_and_written_in_vectors(compiled):
 
 
 def test_sums_store_what_a_thread_has_side_by_side(compiled):
-    for name in ("dequantize_matrix_kernel", "dequantize_groups_kernel", "unpack_kernel"):
+    for name in ("dequantize_matrix_kernel", "dequantize_groups_kernel"):
         kernels = [k for k in compiled if k.name == name]
         assert kernels
         for k in kernels:
@@ -191,22 +189,13 @@ def test_sums_store_what_a_thread_has_side_by_side(compiled):
             assert set(widths(k.ptx, "st")) == {width}, (name, k.variant)
 
 
-def test_values_move_whole_groups(compiled):
-    kernels = [k for k in compiled if k.name == "values_kernel"]
-    assert any(k.constants["GROUP"] >= 4 for k in kernels)
-    for k in kernels:
-        source = k.signature["residual" if k.signature["grad"] == "*fp32" else "grad"]
-        if k.constants["GROUP"] >= 8 and source != "constexpr":
-            assert "ld.global.v4.b32" in k.ptx, (k.variant, k.constants)
-
-
 def test_arithmetic_is_ieee(compiled):
     """No division by an approximate reciprocal, nothing flushed to zero, no contraction.
 
     Fused additions are asked for where products are exact.
     """
-    kernels = [k for k in compiled if k.name in BLOCKS | MATRIX | PACKED]
-    assert {"quantize_kernel", "quantize_matrix_kernel", "values_kernel"} <= {
+    kernels = [k for k in compiled if k.name in BLOCKS | MATRIX | SELECTING]
+    assert {"quantize_kernel", "quantize_matrix_kernel"} <= {
         k.name for k in kernels if "div.rn.f32" in k.ptx
     }
     for k in kernels:
@@ -233,7 +222,7 @@ def test_atomics_return_nothing(compiled):
             assert not uses, f"{k.name}({k.variant}) uses an atomic's result: {uses}"
     for name in (
         "select_kernel", "digit_kernel", "narrow_kernel", "count_kernel", "emit_kernel",
-        "insert_kernel", "keys_kernel", "index_kernel", "read_kernel",
+        "insert_kernel", "keys_kernel",
     ):  # fmt: skip
         atomics = [k for k in compiled if k.name == name and re.search(r"\b(red|atom)\.", k.ptx)]
         assert atomics, f"no atomics in {name}: nothing was checked"
@@ -255,13 +244,7 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
         x = torch.empty(1, numel, dtype=BF16, device="meta")
         kernel("quantize")(x, None, message[0], layout=values, average=0.0)
         kernel("dequantize")(message, x, layout=values, divisor=2)
-        layout = PackedLayout(
-            numel=numel, group=4, capacity=100, low_bits=0,
-            values=BlockLayout(numel=400, bits=8),
-        )  # fmt: skip
-        message = torch.empty(1, layout.words, dtype=torch.int32, device="meta")
-        kernel("unpack")(message, x[0], layout=layout, divisor=2)
-    assert {k.name for k in found} >= {"select_kernel", "unpack_kernel"} | BLOCKS
+    assert {k.name for k in found} >= {"select_kernel"} | BLOCKS
     check_memory(found)
     assert {k.signature.get("n", "i64") for k in found} == {"i64"}
 
@@ -280,10 +263,7 @@ def test_sizes_of_one_compile():
         blocks(8, 32, F32, BF16, 0.9, 3, numel=1, R=1)
         for bits, group in ((1, 1), (1, 8)):
             matrix(bits, group, F32, BF16, 0.9, 3, rows=1, columns=1, R=1)
-        for low, kind in ((0, "all"), (1, "some"), (2, "all")):
-            packed(8, 32, 1, low, F32, BF16, kind, 1, numel=1, R=1)
-    trimming = {"digit_kernel", "narrow_kernel", "count_kernel", "drop_kernel"}
-    assert {k.name for k in found} >= (BLOCKS | MATRIX | PACKED) - trimming
+    assert {k.name for k in found} >= BLOCKS | MATRIX
     check_memory(found)
 
 
@@ -294,8 +274,6 @@ def test_rows_that_are_not_aligned_compile_without_spills():
         blocks(8, 256, F32, BF16, 0.9, 3, numel=4095)
         matrix(1, 8, BF16, BF16, 0.9, 3, rows=33, columns=1001)
         matrix(2, 1, BF16, BF16, 0.9, 3, rows=3, columns=9001)
-        packed(8, 256, 1, 2, F32, F32, "some", 3, numel=4095)
-        packed(4, 256, 4, 1, BF16, BF16, "all", 3, numel=4095)
     # Scalar accesses take more registers: fewer warps fit, which these rare segments can bear.
     assert [k.name for k in found if k.spilled] == []
 

@@ -22,11 +22,7 @@ TENSORS = {
     "dequantize": "out",
     "quantize_matrix": "grad",
     "dequantize_matrix": "out",
-    "pack": "grad",
-    "unpack": "out",
     "select": "x",
-    "write_index": "bitmap",
-    "read_index": "index",
     "undo_lag": "out",
     "steer": "state",
 }

@@ -82,6 +82,19 @@ def _(device):
             assert done["counts"][0, 0] > p.capacity
 
 
+@case("a program that counts as many sizes in one bin as it may")
+def _(device):
+    n = 2 * 32 * 1024 - 37
+    for size in (1.0, 3.9):
+        with mock.patch.object(kernels("trim"), "_PROGRAMS", 1):
+            p = problem("int32x1", BF16, None, n, "empty", W=1, hashes=4)
+            p.grad.fill_(size)
+            p.grad[0, -9:] = 5.0
+            p.threshold.fill_(1.0)
+            p.capacity = 64
+            assert check(p, device)["counts"][0, 0] == n
+
+
 @case("sizes that differ in the last bit only")
 def _(device):
     p = problem("int32x1", F32, None, 900, "usual", W=1, hashes=4)

@@ -8,10 +8,7 @@ from __future__ import annotations
 from tagc.codecs.feedback.average import AverageFeedback
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.error import ErrorFeedback, LeadFeedback
-from tagc.codecs.feedback.residual import Residual
 from tagc.codecs.feedback.rule import FeedbackRule
-from tagc.codecs.feedback.segment import SegmentFeedback
-from tagc.codecs.feedback.share import MeasuredShare
 
 __all__ = [
     "OWNER_RESIDUAL",
@@ -22,9 +19,6 @@ __all__ = [
     "FeedbackConfig",
     "FeedbackRule",
     "LeadFeedback",
-    "MeasuredShare",
-    "Residual",
-    "SegmentFeedback",
     "plan_feedback",
 ]
 

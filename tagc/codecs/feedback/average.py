@@ -31,8 +31,9 @@ class AverageFeedback(FeedbackRule):
         return cls(dtype=config.stored_dtype, beta=config.beta, reset_steps=config.reset_steps)
 
     @property
+    def restarts(self) -> int | None:
+        return self.reset_steps
+
+    @property
     def old_share(self) -> float:
         return self.beta
-
-    def resets_at(self, step: int) -> bool:
-        return step > 0 and step % self.reset_steps == 0

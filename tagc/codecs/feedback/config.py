@@ -11,10 +11,9 @@ from tagc.codecs.config import Strict, unit
 class FeedbackConfig(Strict):
     """What happens to the part of a gradient that a codec did not send.
 
-    `residual` keeps it on each rank in `dtype` and adds it to the next gradient (`int8` has a scale
-    for every 256 elements). `average` (LoCo) keeps a moving average of it instead, with weight
-    `beta` for the old value and `1 - beta` for the new one, and restarts from zero every
-    `reset_steps` reductions. `none` drops it.
+    `residual` keeps it on each rank in `dtype` and adds it to the next gradient. `average` (LoCo)
+    keeps a moving average of it instead, with weight `beta` for the old value and `1 - beta` for
+    the new one, and restarts from zero every `reset_steps` reductions. `none` drops it.
 
     If a codec sends the share `lead` of gradient plus residual, gradients arrive late, by
     `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
@@ -24,8 +23,8 @@ class FeedbackConfig(Strict):
 
     kind: Literal["none", "residual", "average"] = "residual"
     """Whether what was not sent is kept, averaged or dropped."""
-    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Dtype of the stored residual: 4, 2 or about 1 bytes per element; not with kind none."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stored residual: 4 or 2 bytes per element; not with kind none."""
     beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.8
     """Weight of the old value in the moving average; kind average only."""
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1), unit("reductions")] = 1024

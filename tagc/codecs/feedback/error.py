@@ -24,12 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.rule import FeedbackRule
-from tagc.ops import Ops
+from tagc.ops.sampling import LEAST_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +40,6 @@ class ErrorFeedback(FeedbackRule):
             if config.kind == "residual" and config.lead == 1
             else None
         )
-
-
-LEAST_SHARE = 0.1
-"""Lower bound for measured shares, because outputs grow by their inverse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,36 +68,7 @@ class LeadFeedback(FeedbackRule):
         return cls(dtype=config.stored_dtype, lead=lead)
 
     @property
-    def measures_share(self) -> bool:
-        return self.lead is None
-
-    @property
     def gain(self) -> float:
         """See :attr:`FeedbackRule.gain`: the worst case is a sum that changes its sign."""
         lead = self.lead or LEAST_SHARE
         return (2 - lead) / lead
-
-    def weights(self, share: Tensor) -> Tensor | None:
-        """See :meth:`FeedbackRule.weights`: ``1 - K`` and ``K``."""
-        lead = share.clamp(LEAST_SHARE, 1.0)
-        return torch.stack((1 - lead, lead))
-
-    def constant_weights(self, device: torch.device) -> Tensor | None:
-        """See :meth:`FeedbackRule.constant_weights`: ``1 - K`` and ``K``."""
-        if self.lead is None:
-            return None
-        return torch.tensor([1 - self.lead, self.lead], dtype=torch.float32, device=device)
-
-    def prepare(self, ops: Ops) -> None:
-        ops.prepare_lag()
-
-    def after(
-        self,
-        decoded: Tensor,
-        owner_state: Tensor,
-        out: Tensor,
-        ops: Ops,
-        weights: Tensor | None = None,
-    ) -> None:
-        assert weights is not None
-        ops.undo_lag(decoded, owner_state, out, weights)

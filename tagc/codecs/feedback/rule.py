@@ -15,16 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from tagc.codecs.feedback.config import FeedbackConfig
-from tagc.ops import Ops
-from tagc.ops.blocks import BlockLayout
-
-
-def stored_layout(columns: int) -> BlockLayout:
-    """The layout of a row of a residual in 8 bits."""
-    return BlockLayout(numel=columns, bits=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +24,7 @@ class FeedbackRule:
     """The plain rule. Subclasses change parts of it.
 
     Attributes:
-        dtype: dtype of the stored residual; int8 has a scale for every 256 elements.
+        dtype: dtype of the residual.
     """
 
     owner_state: ClassVar[str | None] = None
@@ -47,15 +39,8 @@ class FeedbackRule:
         """The rule for a policy's settings; None if another class implements them."""
         raise NotImplementedError
 
-    @property
-    def working_dtype(self) -> torch.dtype:
-        """Dtype of the residual during a step."""
-        return torch.float32 if self.dtype == torch.int8 else self.dtype
-
     def row_bytes(self, columns: int) -> int:
         """Bytes stored for a row of the residual."""
-        if self.dtype == torch.int8:
-            return 4 * stored_layout(columns).words
         return self.dtype.itemsize * columns
 
     @property
@@ -63,63 +48,27 @@ class FeedbackRule:
         """Bytes that an owner stores for an element of its shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(self, destinations: int, columns: int, dtype: torch.dtype) -> int:
-        """The most temporary bytes on a CPU: for a residual in 8 bits, opened in float32, or for
-        :meth:`after`.
+    def scratch_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """The most temporary bytes on a CPU after decoding.
 
         Args:
             dtype: dtype of the gradients.
         """
-        opened = 4 * destinations * columns if self.dtype == torch.int8 else 0
-        # A buffer in float32 for narrower dtypes; for float16 also a mask of its range, and the
-        # values clamped to it.
-        each = {torch.float32: 0, torch.bfloat16: 4, torch.float16: 13}[dtype]
-        return max(opened, 0 if self.owner_state is None else each * columns)
+        # A mask of the range of float16, and the values clamped to it.
+        each = 9 if dtype == torch.float16 else 0
+        return 0 if self.owner_state is None else each * columns
 
     @property
     def old_share(self) -> float:
         """Share of the old residual that stays: the operators' ``average``; 0 for none."""
         return 0.0
 
-    def resets_at(self, step: int) -> bool:
-        """Whether the residual restarts from zero in ``step``, counted from 0."""
-        return False
+    @property
+    def restarts(self) -> int | None:
+        """After how many reductions the residual restarts from zero; None for never."""
+        return None
 
     @property
     def gain(self) -> float:
-        """The largest factor by which outputs of :meth:`after` may exceed every sum so far."""
+        """The largest factor by which the optimizer's gradients may exceed every sum so far."""
         return 1.0
-
-    @property
-    def measures_share(self) -> bool:
-        """Whether :meth:`after` needs the measured share of gradient plus residual in messages."""
-        return False
-
-    def weights(self, share: Tensor) -> Tensor | None:
-        """The weights of :meth:`after` for a measured share ``[]``; None for no weights."""
-        return None
-
-    def constant_weights(self, device: torch.device) -> Tensor | None:
-        """The weights of :meth:`after` if nothing is measured; None for no weights."""
-        return None
-
-    def prepare(self, ops: Ops) -> None:
-        """Compile the kernels of :meth:`after`."""
-
-    def after(
-        self,
-        decoded: Tensor,
-        owner_state: Tensor,
-        out: Tensor,
-        ops: Ops,
-        weights: Tensor | None = None,
-    ) -> None:
-        """Write the optimizer's gradient to ``out`` ``[columns]``. Where ``decoded`` is not finite,
-        ``out`` is NaN and the owner's state becomes 0. Only for rules with an owner's state.
-
-        Args:
-            decoded: ``[columns]`` float32, the sum (or average) over ranks; may be ``out``.
-            owner_state: ``[columns]`` float32, updated in place.
-            weights: see :meth:`weights` and :meth:`constant_weights`.
-        """
-        raise NotImplementedError

@@ -1,18 +1,34 @@
 """Steers a threshold per segment and destination, so that the kept groups follow the density.
 
-For a sketch, every rank selects with the same threshold. An all-reduce sums the ranks' counts in
-each step; in the next step, all ranks move the threshold by these sums in the same way
-(:meth:`tagc.ops.thresholds.ThresholdOps.steer`). ``packed`` steers by a rank's own counts.
+Every rank selects with the same threshold. An all-reduce sums the ranks' counts in each step; in
+the next step, all ranks move the threshold by these sums in the same way
+(:meth:`tagc.ops.thresholds.ThresholdOps.steer`).
+
+The count falls with the threshold at very different rates: like its square for raw gradients, like
+its tenth power for a residual that piled up just below. So the exponent of the correction is
+learnt: it grows while the count stays on one side of the target, and halves when the count
+overshoots (as in Rprop).
+
+Gradients also vary in size between steps, and groups beyond the capacity in a large step do not
+make up for those missing in a small one. A bias slowly learns how many groups to aim for, so that
+the mean number of *kept* groups is on target.
+
+If a distribution has a heavy tail (embedding, head), elements saturate at any threshold. ``boost``
+doubles the quantization step while more than one kept group in 64 clips, and undoes that when fewer
+than one in 1024 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tagc.ops import Ops
+from tagc.ops.launches import Fill, Set
+from tagc.ops.program import Launch, Operator, Place
 from tagc.ops.thresholds import (
     BIAS,
     BOOST,
@@ -24,7 +40,6 @@ from tagc.ops.thresholds import (
     MIN_EXPONENT,
     MIN_THRESHOLD,
     SIDE,
-    STATES,
     STEP,
     THRESHOLD,
     step_of,
@@ -78,116 +93,121 @@ def check_counts(counts: Tensor) -> None:
         raise ValueError("a count of selected groups is negative")
 
 
-class ThresholdController:
-    """The thresholds of a unit's segments, and the state of their control.
+STATES = {"threshold": THRESHOLD, "boost": BOOST, "bias": BIAS, "exponent": EXPONENT, "side": SIDE}
+"""The parts of the state that the next update depends on, by name in checkpoints."""
 
-    The count falls with the threshold at very different rates: like its square for raw gradients,
-    like its tenth power for a residual that piled up just below. So the controller learns the
-    exponent of its correction: it grows while the count stays on one side of the target, and halves
-    when the count overshoots (as in Rprop).
 
-    Gradients also vary in size between steps, and groups beyond the capacity in a large step do not
-    make up for those missing in a small one. A bias slowly learns how many groups to aim for, so
-    that the mean number of *kept* groups is on target.
-
-    If a distribution has a heavy tail (embedding, head), elements saturate at any threshold.
-    ``boost`` doubles the quantization step while more than one kept group in 64 clips, and undoes
-    that when fewer than one in 1024 does.
+@dataclass(frozen=True)
+class Steer(Operator):
+    """``(counts [segments, D, 4], goals [4, segments], state)``. See
+    :meth:`tagc.ops.thresholds.ThresholdOps.steer`.
 
     Attributes:
-        threshold: ``[segments, D]`` float32.
-        boost: ``[segments, D]`` float32 power of two, 1 or more: factor on the quantization step.
-        quantization_step: ``[segments, D]`` float32.
+        fixes: whether any segment has no bias but 1.
     """
 
-    def __init__(
-        self,
-        target: Sequence[float],
-        destinations: int,
-        ops: Ops,
-        device: torch.device,
-        *,
-        max_boost: Sequence[float] | None = None,
-        scale: Sequence[float] | None = None,
-        learns: Sequence[bool] | None = None,
-    ) -> None:
-        """Start with neutral state.
+    fixes: bool = False
 
-        Args:
-            target: by segment, how many groups to keep per destination; for a sketch, of all ranks
-                together.
-            max_boost: by segment, the largest boosts, powers of two; default: 1.
-            scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`;
-                default: nothing is quantized.
-            learns: by segment, whether the threshold decides which groups are kept, so that a bias
-                is learnt from their number; default: all.
-        """
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        def steer(counts: Tensor, goals: Tensor, state: Tensor) -> None:
+            ops.steer(counts, goals[0], goals[1], goals[2], state)
+            if self.fixes:  # it would grow without end
+                state[BIAS].masked_fill_(goals[3, :, None] == 0, 1.0)
 
-        def numbers(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+        return steer
 
-        self._ops, n = ops, len(target)
-        self._target = numbers(target)
-        self._max_boost = numbers([1.0] * n if max_boost is None else max_boost)
-        self._scale = numbers([0.0] * n if scale is None else scale)
-        learns = [True] * n if learns is None else learns
-        # No bias but 1 if kept groups do not follow the threshold: it would grow without end.
-        self._fixed = (
-            None
-            if all(learns)
-            else ~torch.tensor([*learns], dtype=torch.bool, device=device)[:, None]
-        )
-        self._state = torch.ones(STATES, n, destinations, dtype=torch.float32, device=device)
-        self._state[EXPONENT] = FIRST_EXPONENT
-        self._state[SIDE] = 0.0
-        self.threshold, self.boost = self._state[THRESHOLD], self._state[BOOST]
-        self.quantization_step = self._state[STEP]
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
         ops.prepare_thresholds()
 
-    def start(self, threshold: Tensor) -> None:
-        """Start from ``threshold`` ``[segments, D]``, clamped to the bounds of thresholds."""
-        self.threshold.copy_(threshold).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
-        step = step_of(self.threshold, self._scale[:, None])
-        self.quantization_step.copy_(step * self.boost)
 
-    def state(self) -> dict[str, Tensor]:
-        """The state that the next update depends on."""
-        return {
-            "threshold": self.threshold,
-            "boost": self.boost,
-            "bias": self._state[BIAS],
-            "exponent": self._state[EXPONENT],
-            "side": self._state[SIDE],
-        }
+@dataclass(frozen=True)
+class Goals:
+    """What thresholds are steered to.
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that no update leaves."""
-        for name, least, most in (
-            ("threshold", MIN_THRESHOLD, MAX_THRESHOLD),
-            ("boost", 1.0, float(self._max_boost.max())),
-            ("bias", 1.0, MAX_BIAS),
-            ("exponent", MIN_EXPONENT, MAX_EXPONENT),
-            ("side", -1.0, 1.0),
-        ):
-            if not bool(((state[name] >= least) & (state[name] <= most)).all()):
-                raise ValueError(f"{name} is not between {least:g} and {most:g}")
+    Attributes:
+        target: by segment, how many groups to keep per destination; for a sketch, of all ranks
+            together.
+        max_boost: by segment, the largest boosts, powers of two; None for 1.
+        scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`; None if
+            nothing is quantized.
+        learns: by segment, whether the threshold decides which groups are kept, so that a bias is
+            learnt from their number; None if it does everywhere.
+    """
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a :meth:`state`; the next update computes the quantization steps."""
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])
+    target: tuple[float, ...]
+    max_boost: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+    learns: tuple[bool, ...] | None = None
 
-    def rescale(self, factor: float | Tensor) -> None:
-        """Scale the thresholds for gradients that become ``factor`` times as large."""
-        self.threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+    def setting(self, goals: Place) -> Launch:
+        """Write them to ``[4, segments]`` float32."""
+        n = len(self.target)
+        rows = (self.max_boost or (1.0,) * n, self.scale or (0.0,) * n, self.learns or (True,) * n)
+        return Launch(Set((*self.target, *(float(x) for row in rows for x in row))), (goals,))
 
-    def update(self, counts: Tensor) -> None:
-        """Move the thresholds towards the target, and the quantization steps with them.
+    def steering(self, counts: Place, goals: Place, state: Place) -> Launch:
+        return Launch(Steer(not all(self.learns or ())), (counts, goals, state))
 
-        Args:
-            counts: the previous step's counts, ``[segments, D, 4]`` int32; for a sketch summed
-                over ranks.
-        """
-        self._ops.steer(counts, self._target, self._max_boost, self._scale, self._state)
-        if self._fixed is not None:
-            self._state[BIAS].masked_fill_(self._fixed, 1.0)
+
+@dataclass(frozen=True)
+class SampleThreshold(Operator):
+    """``(x [D, n], threshold [1, D])``. See :func:`sampled_threshold`."""
+
+    lanes: int
+    density: float
+
+    def run(self, x: Tensor, threshold: Tensor) -> None:
+        threshold.copy_(sampled_threshold(x, self.lanes, self.density))
+
+
+@dataclass(frozen=True)
+class ThresholdStart(Operator):
+    """``(sampled [W, segments * D], state)``: starts from the mean of all ranks' samples."""
+
+    scale: tuple[float, ...]
+
+    def run(self, sampled: Tensor, state: Tensor) -> None:
+        _start(state, mean_threshold(sampled.view(-1, *state.shape[1:])), self.scale)
+
+
+@dataclass(frozen=True)
+class ChoiceStart(Operator):
+    """``(state, choice)``: the thresholds of ``choice`` start as those of the segments ``of``."""
+
+    of: tuple[int, ...]
+
+    def run(self, state: Tensor, choice: Tensor) -> None:
+        for i, segment in enumerate(self.of):
+            _start(choice[:, i : i + 1], state[THRESHOLD, segment], (0.0,))
+
+
+def _start(state: Tensor, threshold: Tensor, scale: tuple[float, ...]) -> None:
+    state[THRESHOLD].copy_(threshold).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+    for i, factor in enumerate(scale):
+        step = step_of(state[THRESHOLD, i], torch.full_like(state[THRESHOLD, i], factor))
+        torch.mul(step, state[BOOST, i], out=state[STEP, i])
+
+
+def neutral(state: Place) -> Iterator[Launch]:
+    """The first values of a state."""
+    yield Launch(Fill(1.0), (state,))
+    yield Launch(Fill(FIRST_EXPONENT), (state.row(EXPONENT),))
+    yield Launch(Fill(0.0), (state.row(SIDE),))
+
+
+def rescale(state: Tensor, factor: float | Tensor) -> None:
+    """Scale the thresholds for gradients that become ``factor`` times as large."""
+    state[THRESHOLD].mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
+
+
+def check_controller(state: Mapping[str, Tensor], *, max_boost: float) -> None:
+    """Raise ValueError for values that no update leaves."""
+    for name, least, most in (
+        ("threshold", MIN_THRESHOLD, MAX_THRESHOLD),
+        ("boost", 1.0, max_boost),
+        ("bias", 1.0, MAX_BIAS),
+        ("exponent", MIN_EXPONENT, MAX_EXPONENT),
+        ("side", -1.0, 1.0),
+    ):
+        if not bool(((state[name] >= least) & (state[name] <= most)).all()):
+            raise ValueError(f"{name} is not between {least:g} and {most:g}")

@@ -1,6 +1,6 @@
 """The ``sketch`` codec: the unit's message carries the index; the cells are summed on the way.
 
-With a shared support (:mod:`tagc.codecs.selection.support`) every rank sketches the same groups, so
+With a shared support (:mod:`tagc.codecs.sketch.support`) every rank sketches the same groups, so
 the sum has no more keys than one rank's sketch, and every key a cell of its own. The owner already
 knows these groups. So messages carry the sender's choice for the next step in place of the index,
 before the poison word.
@@ -8,214 +8,294 @@ before the poison word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tagc.codecs.codec import Codec, CodecSegment, CodecSetup, Part, SelectionCount
-from tagc.codecs.exchange import Exchange, Work
-from tagc.codecs.feedback.residual import opened
 from tagc.codecs.selection.quantization_step import step_scale
-from tagc.codecs.selection.support import Support
 from tagc.codecs.selection.threshold import (
-    ThresholdController,
+    ChoiceStart,
+    Goals,
+    SampleThreshold,
+    ThresholdStart,
+    check_controller,
     check_counts,
-    mean_threshold,
-    sampled_threshold,
+    neutral,
 )
 from tagc.codecs.sketch.plan import SketchPlan
-from tagc.codecs.state import nested, part_of
-from tagc.ops import COUNTS, KEPT
-from tagc.ops.blocks import BlockLayout
-from tagc.ops.packed import PackedLayout
+from tagc.codecs.sketch.support import Support
+from tagc.codecs.span import Span
+from tagc.codecs.state import part_of
+from tagc.ops import COUNTS, KEPT, Ops
+from tagc.ops.launches import Advance, Copy, Set
+from tagc.ops.program import (
+    OWN,
+    Collective,
+    Index,
+    Launch,
+    Level,
+    Operator,
+    Place,
+    Send,
+    Step,
+    Wait,
+)
 from tagc.ops.sketch import SketchLayout
+from tagc.ops.thresholds import STATES, STEP, THRESHOLD
 
 # If there is room for every group, all are kept, and the threshold only sets the step. The median
 # is a scale that neither outliers nor zeros move.
 _SCALE_DENSITY = 0.5
+COUNTING = "counts"
+"""The flight of the counts, which the next step waits for."""
 
 
-@dataclass
-class _Shared:
-    """A segment's shared support.
+@dataclass(frozen=True)
+class EncodeSketch(Operator):
+    """``(x, residual or None, threshold, step, seed, index, cells, counts, support or None)``. See
+    :meth:`tagc.ops.sketch.SketchOps.encode`."""
+
+    layout: SketchLayout
+    levels: int
+    capacity: int
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        encode = partial(ops.encode, layout=self.layout, levels=self.levels, capacity=self.capacity)
+
+        def encode_into(*tensors: Any) -> None:
+            *others, support = tensors
+            encode(*others, support=support)
+
+        return encode_into
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        x, residual, *_ = (place and place.dtype for place in places)
+        assert x is not None
+        ops.prepare(self.layout, x, residual)
+
+
+@dataclass(frozen=True)
+class DecodeSketch(Operator):
+    """``(index, cells [1, c], step, seed, out [1, n], residual [1, n] or None, stats)``. See
+    :meth:`tagc.ops.sketch.SketchOps.decode`.
 
     Attributes:
-        place: the segment's position among those with a shared support.
-        support: the groups that all ranks send.
-        union: ``[1, index_words]``, the index for decoding this rank's shard.
-        places: from encoding to decoding, the places of this rank's shard among the cells.
+        for_all: whether all ranks decode the same. Then only the first adds what it could not
+            decode to its residual.
     """
 
-    place: int
-    support: Support
-    union: Tensor
-    places: Tensor | None = None
+    layout: SketchLayout
+    divisor: int
+    for_all: bool
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        decode = partial(ops.decode, layout=self.layout, divisor=self.divisor)
+        if not (self.for_all and own):
+            return decode
+
+        def keep_nothing(*tensors: Any) -> None:
+            index, cells, step, seed, out, _, stats = tensors
+            decode(index, cells, step, seed, out, None, stats)
+
+        return keep_nothing
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return tensor[0] if argument in (1, 4, 5) else tensor
 
 
-class SketchCodec(Codec[SketchPlan]):
-    """The sketched segments of a unit, and their thresholds. Every rank has the same thresholds.
+@dataclass(frozen=True)
+class CountGroups(Operator):
+    """``(counts [segments, D, 4], stats [segments, 2], totals [segments, 3] int64)``: adds to the
+    groups selected for all destinations, the groups in the union of this rank's shard, and the
+    unresolved ones."""
+
+    def run(self, counts: Tensor, stats: Tensor, totals: Tensor) -> None:
+        totals[:, 0].add_(counts[..., KEPT].sum(1))
+        totals[:, 1:].add_(stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionCount:
+    """Counts of a codec that selects, for one segment so far.
 
     Attributes:
-        seed: ``[1]`` int32, the seed of this step's hashes.
+        target: the density that the policy asks for.
+        elements: elements for one destination, including padding.
+        selected: elements sent to all destinations.
+        union: elements of this rank's own shard that at least one rank sent.
+        unresolved: groups of the own shard that could not be decoded.
     """
 
-    def __init__(self, segments: Sequence[CodecSegment[SketchPlan]], setup: CodecSetup) -> None:
-        super().__init__(segments, setup)
-        W, D, device = setup.world_size, setup.destinations, setup.device
-        self._shared: dict[int, _Shared] = {}
-        self._cell_columns: list[slice] = []
-        self._cells = 0
-        for i, part in enumerate(self.parts):
-            plan, stored = part.plan, part.feedback.residual_dtype
-            self._ops.prepare(plan.layout, setup.dtype, stored)
-            self._cell_columns.append(slice(self._cells, self._cells + plan.sent_cells))
-            self._cells += plan.cells
+    target: float
+    elements: int
+    selected: int
+    union: int
+    unresolved: int
+
+
+class Sketches:
+    """The steps of the sketched segments of a unit, which share seed, thresholds, cells and counts.
+    Every rank has the same thresholds.
+
+    Attributes:
+        spans: the segments.
+        controller: the thresholds' state, see :meth:`tagc.ops.thresholds.ThresholdOps.steer`.
+        supports: the shared supports, by number of the segment.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span[Any]], *, rows: int, ranks: int, level: Level, all_: bool
+    ) -> None:
+        """Name the tensors.
+
+        Args:
+            rows: rows ``D`` that a rank encodes.
+            ranks: ranks ``W`` that encode.
+            level: the level on which they send each other messages.
+            all_: whether all ranks decode the same row.
+        """
+        self.spans, self._rows, self._ranks = spans, rows, ranks
+        self._level: Level = level
+        self._for_all = all_
+        self._plans: list[SketchPlan] = [span.segment.codec for span in spans]
+        n = len(spans)
+        self.supports: dict[int, Support] = {}
+        self._columns: list[slice] = []
+        cells = 0
+        for i, plan in enumerate(self._plans):
+            self._columns.append(slice(cells, cells + plan.sent_cells))
+            cells += plan.cells
             if plan.shared:
-                choice = choice_of(plan.layout, plan.capacity)
-                self._ops.prepare_packed(choice, setup.dtype, stored)
-                support = Support(choice, plan.target, D, device)
-                union = torch.zeros(1, plan.layout.index_words, dtype=torch.int32, device=device)
-                self._shared[i] = _Shared(len(self._shared), support, union)
-        n = len(self.parts)
-        self.seed = torch.tensor([setup.seed], dtype=torch.int32, device=device)
-        plans = [part.plan for part in self.parts]
-        self._controller = ThresholdController(
-            [W * _scale_density(part) * part.plan.layout.groups for part in self.parts],
-            D,
-            self._ops,
-            device,
-            max_boost=[plan.max_boost for plan in plans],
-            scale=[step_scale(plan.symbol, plan.levels) for plan in plans],
-            learns=[not plan.shared for plan in plans],
-        )
-        self._counts = torch.zeros(n, D, COUNTS, dtype=torch.int32, device=device)
-        self._summed = torch.zeros_like(self._counts)
-        self._stats = torch.zeros(n, 2, dtype=torch.int32, device=device)
-        self._chosen = self._counts.new_zeros(len(self._shared), D, COUNTS)
+                self.supports[i] = Support(plan, len(self.supports), rows)
+        self.seed = Place("sketch.seed", (1,), torch.int32, "state")
+        self.controller = Place("sketch.controller", (STATES, n, rows), torch.float32, "state")
+        self._summed = Place("sketch.summed", (n, rows, COUNTS), torch.int32, "state")
+        self.totals = Place("sketch.totals", (n, 3), torch.int64, "state")
+        self._counts = Place("sketch.counts", (n, rows, COUNTS), torch.int32)
+        self._stats = Place("sketch.stats", (n, 2), torch.int32)
+        self._cells = Place("cells_send", (rows, cells), torch.int32)
+        self._sum = self._cells if all_ else Place("cells_sum", (1, cells), torch.int32)
         # A choice needs its own threshold: the agreed one controls what all ranks send together.
-        self._choice_controller: ThresholdController | None = None
-        if self._shared:
-            wanted = [shared.support.wanted for shared in self._shared.values()]
-            self._choice_controller = ThresholdController(wanted, D, self._ops, device)
-        self._started = False
-        self._counting: Work | None = None
-        self._sum: tuple[Work, Tensor] | None = None
-        # [segments, 3] int64 sums over steps: groups selected for all destinations, then the two
-        # entries of `stats`: groups in the union of this rank's shard, and unresolved ones.
-        self._totals = torch.zeros(n, 3, dtype=torch.int64, device=device)
-
-    @property
-    def quantization_steps(self) -> Tensor:
-        """This step's quantization steps, ``[segments, D]`` float32."""
-        return self._controller.quantization_step
-
-    @property
-    def controllers(self) -> tuple[ThresholdController, ...]:
-        choice = self._choice_controller
-        return (self._controller,) if choice is None else (self._controller, choice)
-
-    @property
-    def supports(self) -> dict[int, Support]:
-        """The shared supports, by number of the part."""
-        return {i: shared.support for i, shared in self._shared.items()}
-
-    def encode(self, grad: Tensor, message: Tensor, exchange: Exchange) -> None:
-        self._update_thresholds(grad, exchange)
-        self.seed.add_(1)
-        for i, part in enumerate(self.parts):
-            plan, index, shared = part.plan, message[:, part.words], self._shared.get(i)
-            gradient, cells = grad[:, part.columns], self._cells_to_send()[:, self._cell_columns[i]]
-            table = cells if shared is None else self._table_of(plan)
-            with part.feedback.opened(gradient) as residual:
-                self._ops.encode(
-                    gradient,
-                    residual,
-                    self._controller.threshold[i],
-                    self._controller.quantization_step[i],
-                    self.seed,
-                    index,
-                    table,
-                    self._counts[i],
-                    layout=plan.layout,
-                    levels=plan.levels,
-                    capacity=plan.capacity,
-                    support=None if shared is None else shared.support.current,
-                )
-            if shared is not None:
-                # All of them would keep much memory until they are decoded.
-                shared.places = shared.support.collect(table, cells)[exchange.row].clone()
-                self._choose(part, shared, index, exchange.row)
-
-    def _choose(self, part: Part[SketchPlan], shared: _Shared, index: Tensor, own: int) -> None:
-        """Overwrite the index, which the owner already knows, with this rank's choice."""
-        assert part.feedback.residual is not None
-        assert self._choice_controller is not None
-        row = slice(own, own + 1)
-        shared.support.choose(
-            self._ops,
-            part.feedback.residual.read(row),
-            self._choice_controller.threshold[shared.place, row],
-            index[:, : part.plan.layout.words],
-            self._chosen[shared.place],
+        shared = len(self.supports)
+        self._chosen = Place("sketch.chosen", (shared, rows, COUNTS), torch.int32, "state")
+        plans = self._plans
+        self._goals = Goals(
+            tuple(ranks * _scale_density(plan) * plan.layout.groups for plan in plans),
+            max_boost=tuple(plan.max_boost for plan in plans),
+            scale=self._scales,
+            learns=tuple(not plan.shared for plan in plans),
+        )
+        self._aims = Place("sketch.goals", (4, n), torch.float32, "kept")
+        self._choice_goals = Goals(tuple(support.wanted for support in self.supports.values()))
+        self._choice_aims = Place("sketch.choice_goals", (4, shared), torch.float32, "kept")
+        self.choice = Place(
+            "sketch.choice_controller", (STATES, shared, rows), torch.float32, "state"
         )
 
-    def start(self, exchange: Exchange) -> None:
-        """Start summing the cells, and the counts for the next step."""
-        self._sum = exchange.sum_cells(self._cells_to_send())
-        self._summed.copy_(self._counts)
-        self._counting = exchange.sum_counts(self._summed)
-        self._started = True
+    def start(self, seed: int) -> Iterator[Launch]:
+        """The first values of the state."""
+        yield Launch(Set((seed,)), (self.seed,))
+        yield self._goals.setting(self._aims)
+        if self.supports:
+            yield self._choice_goals.setting(self._choice_aims)
+        yield from neutral(self.controller)
+        if self.supports:
+            yield from neutral(self.choice)
+        for support in self.supports.values():
+            yield from support.start()
 
-    def wait(self) -> None:
-        """Wait for the cells. The counts are not needed before the next step."""
-        assert self._sum is not None
-        self._sum[0].wait()
+    def encode(
+        self, x: Place, message: Place, residuals: Sequence[Place | None], *, begun: bool
+    ) -> Iterator[Step]:
+        """Write the messages about ``x`` ``[D, S]``.
 
-    def decode(self, received: Tensor, out: Tensor, exchange: Exchange, divisor: int) -> None:
-        own = slice(exchange.row, exchange.row + 1)
-        assert self._sum is not None
-        summed, self._sum = self._sum[1], None
-        for i, part in enumerate(self.parts):
-            index, shared = received[:, part.words], self._shared.get(i)
-            cells = summed[self._cell_columns[i]]
-            if shared is not None:
-                assert shared.places is not None
-                cells, shared.places = shared.support.spread(cells, shared.places), None
-                choices, poison = index[:, :-1], index[:, -1]
-                shared.union[0, :-1] = shared.support.current[exchange.row]
-                torch.amax(poison, 0, out=shared.union[0, -1])
-                shared.support.receive(self._ops, choices)
-                index = shared.union
-            columns = out[part.columns]
-            decoded = part.feedback.decode_buffer(columns)
-            residual = part.feedback.residual if exchange.takes_leftovers else None
-            with opened(residual, own) as owed:
-                self._ops.decode(
-                    index,
-                    cells,
-                    self._controller.quantization_step[i, own],
-                    self.seed,
-                    decoded,
-                    None if owed is None else owed[0],
-                    self._stats[i],
-                    layout=part.plan.layout,
-                    divisor=divisor,
+        Args:
+            residuals: ``[D, columns]``, by segment.
+            begun: whether there are thresholds.
+        """
+        yield from self._steer() if begun else self._begin(x)
+        yield Launch(Advance(1), (self.seed,))
+        controller = self.controller
+        for i, (span, plan, residual) in enumerate(
+            zip(self.spans, self._plans, residuals, strict=True)
+        ):
+            index, cells = message[span.words], self._cells[self._columns[i]]
+            support = self.supports.get(i)
+            places = (
+                x[span.columns],
+                residual,
+                controller.row(THRESHOLD, i),
+                controller.row(STEP, i),
+                self.seed,
+                index,
+                cells if support is None else support.table,
+                self._counts.row(i),
+                None if support is None else support.current,
+            )
+            encode = EncodeSketch(plan.layout, plan.levels, plan.capacity)
+            yield Launch(encode, places, plan.name)
+            if support is not None:
+                assert residual is not None
+                threshold = self.choice.row(THRESHOLD, support.number, OWN)
+                chosen = self._chosen.row(support.number)
+                yield from support.collect(cells)
+                # The owner already knows the index.
+                yield from support.choose(
+                    residual.row(OWN), threshold, index[: plan.layout.words], chosen
                 )
-            part.feedback.correct(decoded, columns)
-        self._totals[:, 0].add_(self._counts[..., KEPT].sum(1))
-        self._totals[:, 1:].add_(self._stats)
 
-    def selection_counts(self) -> list[SelectionCount]:
+    def beside(self) -> Iterator[Step]:
+        """Start summing the cells, and the counts for the next step."""
+        if self._for_all:
+            yield self._send("all-reduce", self._cells, self._cells, "cells")
+        else:
+            yield self._send("reduce-scatter", self._sum, self._cells, "cells")
+        yield Launch(Copy(), (self._counts, self._summed))
+        # They are not needed before the next step.
+        yield Send(
+            "all-reduce", self._level, self._ranks, self._summed, self._summed, COUNTING,
+            in_flight=True,
+        )  # fmt: skip
+
+    def decode(
+        self, i: int, received: Place, out: Place, residual: Place | None, divisor: int
+    ) -> Iterator[Launch]:
+        """Write the sum of segment ``i`` over ranks, divided by ``divisor``, to ``out``."""
+        span, plan = self.spans[i], self._plans[i]
+        index, cells = received[span.words], self._sum[self._columns[i]]
+        support = self.supports.get(i)
+        if support is not None:
+            yield from support.receive(index, cells)
+            index, cells = support.union, support.spread
+        own: tuple[Index, ...] = () if self._for_all else (OWN,)
+        places = (
+            index,
+            cells,
+            self.controller.row(STEP, i, *own),
+            self.seed,
+            out,
+            residual and residual.row(*own),
+            self._stats.row(i),
+        )
+        yield Launch(DecodeSketch(plan.layout, divisor, self._for_all), places, plan.name)
+
+    def count(self) -> Iterator[Launch]:
+        """Count what was sent, after all segments are decoded."""
+        yield Launch(CountGroups(), (self._counts, self._stats, self.totals))
+
+    def selection_counts(self, totals: Tensor) -> list[SelectionCount]:
+        """Counts of selected elements so far, by segment. Waits for the device."""
         counts = []
-        for part, totals in zip(self.parts, self._totals.tolist(), strict=True):
-            lanes = part.plan.symbol.lanes
-            selected, union, unresolved = totals
+        for plan, (selected, union, unresolved) in zip(self._plans, totals.tolist(), strict=True):
+            lanes = plan.symbol.lanes
             counts.append(
                 SelectionCount(
-                    target=part.plan.target,
-                    elements=part.plan.layout.groups * lanes,
+                    target=plan.target,
+                    elements=plan.layout.groups * lanes,
                     selected=selected * lanes,
                     union=union * lanes,
                     unresolved=unresolved,
@@ -223,88 +303,47 @@ class SketchCodec(Codec[SketchPlan]):
             )
         return counts
 
-    def state(self) -> dict[str, Tensor]:
-        self._wait_for_counts()
-        state = {
-            "started": torch.tensor(self._started, dtype=torch.bool, device="cpu"),
-            "seed": self.seed,
-            "summed": self._summed,
-            "totals": self._totals,
-            **nested("controller", self._controller.state()),
-        }
-        if self._choice_controller is not None:
-            state["chosen"] = self._chosen
-            state |= nested("choice_controller", self._choice_controller.state())
-        for shared in self._shared.values():
-            state |= nested(f"support.{shared.place}", shared.support.state())
-        return state
-
     def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that the state never has."""
         check_counts(state["summed"])
-        self._controller.check_state(part_of("controller", state))
-        if self._choice_controller is not None:
+        most = max(plan.max_boost for plan in self._plans)
+        check_controller(part_of("controller", state), max_boost=most)
+        if self.supports:
             check_counts(state["chosen"])
-            self._choice_controller.check_state(part_of("choice_controller", state))
-        for shared in self._shared.values():
-            shared.support.check_state(part_of(f"support.{shared.place}", state))
+            check_controller(part_of("choice_controller", state), max_boost=1.0)
+        for support in self.supports.values():
+            support.check_state(part_of(f"support.{support.number}", state))
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._wait_for_counts()
-        self._started = bool(state["started"])
-        self.seed.copy_(state["seed"])
-        self._summed.copy_(state["summed"])
-        self._totals.copy_(state["totals"])
-        self._controller.load_state(part_of("controller", state))
-        if self._choice_controller is not None:
-            self._chosen.copy_(state["chosen"])
-            self._choice_controller.load_state(part_of("choice_controller", state))
-        for shared in self._shared.values():
-            shared.support.load_state(part_of(f"support.{shared.place}", state))
+    def _steer(self) -> Iterator[Step]:
+        yield Wait(COUNTING)
+        yield self._goals.steering(self._summed, self._aims, self.controller)
+        if self.supports:
+            yield self._choice_goals.steering(self._chosen, self._choice_aims, self.choice)
 
-    def _update_thresholds(self, grad: Tensor, exchange: Exchange) -> None:
-        choice = self._choice_controller
-        if self._started:
-            self._wait_for_counts()
-            self._controller.update(self._summed)
-            if choice is not None:
-                choice.update(self._chosen)
-            return
-        # This is the only exchange that a unit waits for before it sends.
-        sampled = [
-            sampled_threshold(grad[:, part.columns], part.plan.symbol.lanes, _scale_density(part))
-            for part in self.parts
-        ]
-        self._controller.start(mean_threshold(exchange.gather(torch.stack(sampled))))
-        if choice is not None:
-            choice.start(self._controller.threshold[list(self._shared)])
+    def _begin(self, x: Place) -> Iterator[Step]:
+        """This is the only exchange that a unit waits for before it sends."""
+        n = len(self.spans)
+        own = Place("sampled", (1, n * self._rows), torch.float32)
+        all_ = Place("sampled_by_all", (self._ranks, n * self._rows), torch.float32)
+        for i, (span, plan) in enumerate(zip(self.spans, self._plans, strict=True)):
+            sample = SampleThreshold(plan.symbol.lanes, _scale_density(plan))
+            out = own[i * self._rows : (i + 1) * self._rows]
+            yield Launch(sample, (x[span.columns], out), plan.name)
+        yield self._send("all-gather", all_, own, "sampled")
+        yield Wait("sampled")
+        yield Launch(ThresholdStart(self._scales), (all_, self.controller))
+        if self.supports:
+            yield Launch(ChoiceStart(tuple(self.supports)), (self.controller, self.choice))
 
-    def _wait_for_counts(self) -> None:
-        if self._counting is not None:
-            self._counting.wait()
-            self._counting = None
+    @property
+    def _scales(self) -> tuple[float, ...]:
+        return tuple(step_scale(plan.symbol, plan.levels) for plan in self._plans)
 
-    def _table_of(self, plan: SketchPlan) -> Tensor:
-        """A cell for every group, of which the support's are sent."""
-        shape = (self._setup.destinations, plan.table_cells)
-        return self._setup.workspace.take("cells_of_groups", shape, torch.int32)
-
-    def _cells_to_send(self) -> Tensor:
-        shape = (self._setup.destinations, self._cells)
-        return self._setup.workspace.take("cells_send", shape, torch.int32)
+    def _send(self, kind: Collective, out: Place, inp: Place, flight: str) -> Send:
+        return Send(kind, self._level, self._ranks, out, inp, flight)
 
 
-def _scale_density(part: Part[SketchPlan]) -> float:
+def _scale_density(plan: SketchPlan) -> float:
     """The density that the first threshold is sampled for, and that thresholds then keep."""
-    everything = part.plan.capacity >= part.plan.layout.groups
-    return min(part.plan.target, _SCALE_DENSITY) if everything else part.plan.target
-
-
-def choice_of(layout: SketchLayout, capacity: int) -> PackedLayout:
-    """The layout of an owner's choice: one bit per symbol in a bitmap, without values."""
-    return PackedLayout(
-        numel=layout.numel,
-        group=layout.symbol.lanes,
-        capacity=capacity,
-        low_bits=0,
-        values=BlockLayout(numel=capacity * layout.symbol.lanes, bits=8),
-    )
+    everything = plan.capacity >= plan.layout.groups
+    return min(plan.target, _SCALE_DENSITY) if everything else plan.target

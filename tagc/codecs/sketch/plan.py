@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from tagc.codecs.plan import PlanRequest, aligned
+from tagc.codecs.plan import CodecPlan, PlanRequest, aligned
 from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
-from tagc.codecs.selection.plan import SelectingPlan
 from tagc.codecs.sketch.config import SketchConfig
 from tagc.ops import COUNTS
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -14,20 +14,27 @@ from tagc.ops.symbols import Symbol, resolve_symbol
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchPlan(SelectingPlan):
+class SketchPlan(CodecPlan):
     """How one segment is sketched.
 
     Attributes:
+        target: the density that the policy asks for.
         layout: the layout of the sketch.
         capacity: the most groups that a rank keeps, per destination.
         levels: largest quantized magnitude that a rank sends.
         shared: whether all ranks keep what the shard's owner chose.
     """
 
+    target: float
     layout: SketchLayout
     capacity: int
     levels: int
     shared: bool = False
+
+    @property
+    def density(self) -> float:
+        """The target."""
+        return self.target
 
     @property
     def name(self) -> str:
@@ -49,6 +56,12 @@ class SketchPlan(SelectingPlan):
             return destinations * (16 * layout.groups + 4 * self.capacity) + 4 * layout.groups
         kept = 4 * self.capacity * (1 + self.symbol.lanes)
         return max(kept, layout.keys * (4 * layout.hashes + 24) + 24 * layout.cells)
+
+    def resized(self, columns: int) -> Self:
+        """See :meth:`CodecPlan.resized`: for 4 ranks."""
+        capacity = capacity_for(self.target, -(-columns // self.symbol.lanes))
+        layout = plan_layout(columns, self.symbol, columns if self.shared else 4 * capacity)
+        return replace(self, layout=layout, capacity=capacity)
 
     @property
     def words(self) -> int:

@@ -125,6 +125,42 @@ def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.prepare`; takes seconds for new symbols or dtypes."""
     _compile(layout.symbol.name, gradient, residual)
+    if layout.direct and residual is not None:
+        _compile_select(layout.symbol.name, residual)
+
+
+@once_a_host
+def _compile_select(name: str, dtype: torch.dtype) -> None:
+    """Run :func:`select` on a small input that exceeds the capacity."""
+    layout = plan_layout(2 * SYMBOLS[name].lanes, SYMBOLS[name], 2)
+    x = torch.ones(1, layout.numel, dtype=dtype, device="cpu")
+    bitmap = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
+    counts = torch.empty(1, COUNTS, dtype=torch.int32, device="cpu")
+    select(x, x[:, 0].float(), bitmap, counts, layout=layout, capacity=1)
+
+
+def select(
+    x: Tensor,
+    threshold: Tensor,
+    bitmap: Tensor,
+    counts: Tensor,
+    *,
+    layout: SketchLayout,
+    capacity: int,
+) -> None:
+    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
+    rows, words = numpy_of(x), words_of(bitmap)
+    lanes = layout.symbol.lanes
+    for r in range(x.shape[0]):
+        least = threshold[r].numpy().view(np.uint32)[()]
+        chosen = least if capacity < layout.groups else np.uint32(1)
+        above, nonzero, kept, _, keys, stream = select_groups(
+            rows[r], None, layout.numel, group_of(lanes), least, chosen, NO_SUPPORT, capacity,
+            words[r],
+        )  # fmt: skip
+        if kept > capacity:
+            keep_largest(lanes, capacity, kept, keys, stream, words[r])
+        counts.numpy()[r] = above, nonzero, min(kept, capacity), 0
 
 
 def insert(

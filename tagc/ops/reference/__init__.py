@@ -11,20 +11,13 @@ from tagc.ops.reference.matrix import (
     prepare_matrix,
     quantize_matrix,
 )
-from tagc.ops.reference.packed import (
-    pack,
-    prepare_packed,
-    read_index,
-    select,
-    unpack,
-    write_index,
-)
 from tagc.ops.reference.sketch import (
     decode,
     encode,
     insert,
     peel,
     prepare,
+    select,
 )
 from tagc.ops.reference.thresholds import prepare_thresholds, steer
 
@@ -34,23 +27,18 @@ __all__ = [
     "dequantize_matrix",
     "encode",
     "insert",
-    "pack",
     "peel",
     "prepare",
     "prepare_blocks",
     "prepare_lag",
     "prepare_matrix",
-    "prepare_packed",
     "prepare_thresholds",
     "quantize",
     "quantize_matrix",
-    "read_index",
     "release",
     "select",
     "steer",
     "undo_lag",
-    "unpack",
-    "write_index",
 ]
 
 

@@ -117,6 +117,23 @@ def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype |
     """See :meth:`tagc.ops.sketch.SketchOps.prepare`; nothing to compile."""
 
 
+def select(
+    x: Tensor,
+    threshold: Tensor,
+    bitmap: Tensor,
+    counts: Tensor,
+    *,
+    layout: SketchLayout,
+    capacity: int,
+) -> None:
+    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
+    for r in range(x.shape[0]):
+        groups = grouped(x[r].float(), layout.symbol.lanes)
+        kept, _, seen = select_groups(groups, threshold[r], capacity)
+        bitmap[r] = to_bitmap(kept)
+        counts[r] = torch.stack([*seen, kept.sum(), torch.zeros_like(seen[0])])
+
+
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:

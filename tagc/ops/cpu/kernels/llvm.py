@@ -112,23 +112,6 @@ def mask_at_least(typingctx, words, at, least):
 
 
 @_instruction
-def mask_outside(typingctx, words, at, start, size):
-    """Bits that mark which of the 32 uint32 from ``words[at]`` on are outside
-    ``[start, start + size)``.
-
-    A number below ``start`` wraps around and is far outside.
-    """
-
-    def codegen(context, builder, signature, args):
-        lanes = _load(builder, _address(context, builder, signature, args, 0), _INT, 32)
-        away = builder.sub(lanes, _splat(builder, args[2], 32))
-        found = builder.icmp_unsigned(">=", away, _splat(builder, args[3], 32))
-        return builder.bitcast(found, ir.IntType(32))
-
-    return types.uint32(words, types.uint64, types.uint32, types.uint32), codegen
-
-
-@_instruction
 def put_places(typingctx, keys, t, first, places):
     """Write ``first`` plus each of 8 bytes, the lowest first, to 8 uint32 from ``keys[t]`` on."""
 
@@ -143,64 +126,6 @@ def put_places(typingctx, keys, t, first, places):
         return context.get_dummy_value()
 
     return types.void(keys, types.uint64, types.uint32, types.uint64), codegen
-
-
-@_instruction
-def put_keys(typingctx, keys, t, places, at, first, low, width, most):
-    """Write 8 keys of an Elias-Fano code.
-
-    Args:
-        keys: ``[...]`` uint32, written from ``t`` on.
-        places: ``[...]`` uint32, from ``at`` on the places of set bits.
-        first: uint32, number of set bits before these.
-        low: uint32, 8 low parts, the lowest bits first.
-        width: uint32, bits of a low part, at most 4.
-        most: uint32, the largest possible high part.
-    """
-
-    def codegen(context, builder, signature, args):
-        counted = ir.Constant(ir.VectorType(_INT, 8), list(range(8)))
-        high = _load(builder, _address(context, builder, signature, args, 2), _INT, 8)
-        high = builder.sub(builder.sub(high, _splat(builder, args[4], 8)), counted)
-        most = _splat(builder, args[7], 8)
-        high = builder.select(builder.icmp_unsigned("<", high, most), high, most)
-        width = _splat(builder, args[6], 8)
-        part = builder.lshr(_splat(builder, args[5], 8), builder.mul(counted, width))
-        above = builder.shl(ir.Constant(width.type, [-1] * 8), width)
-        part = builder.and_(part, builder.not_(above))
-        _store(
-            builder,
-            builder.or_(builder.shl(high, width), part),
-            _address(context, builder, signature, args, 0),
-        )
-        return context.get_dummy_value()
-
-    index, word = types.uint64, types.uint32
-    return types.void(keys, index, places, index, word, word, word, word), codegen
-
-
-def _adds(lanes: int) -> Any:
-    """An instruction that adds ``lanes`` neighbours."""
-
-    def add(typingctx, sums, start, at, values, of):
-        def codegen(context, builder, signature, args):
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            place = builder.gep(builder.gep(data, [builder.neg(args[1])]), [args[2]])
-            x = _load(builder, _address(context, builder, signature, args, 3), _FLOAT, lanes)
-            _store(builder, builder.fadd(_load(builder, place, _FLOAT, lanes), x), place)
-            return context.get_dummy_value()
-
-        index = types.uint64
-        return types.void(sums, index, index, values, index), codegen
-
-    add.__doc__ = f"""Add {lanes} float32 from ``values[of]`` on to ``sums[at - start]``.
-
-    ``start`` stays outside of a loop over ``at``.
-    """
-    return _instruction(add)
-
-
-add_one, add_two, add_four = _adds(1), _adds(2), _adds(4)
 
 
 def _codes(add: bool) -> Any:

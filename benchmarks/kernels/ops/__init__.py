@@ -1,1 +1,0 @@
-"""The operators that the suite measures, a file each, and the baselines beside them."""

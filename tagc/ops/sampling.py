@@ -1,0 +1,126 @@
+"""What a step measures on a sample of elements, on the device.
+
+A step samples every ``stride``-th element, from another one in every step; the order repeats only
+after all of them. The last elements, fewer than a stride, are left out, so that a sample has the
+same size in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tagc.ops.program import Operator
+
+SAMPLE = 4096
+"""Elements that a step samples of a segment."""
+LEAST_SHARE = 0.1
+"""Lower bound for measured shares, because outputs grow by their inverse."""
+_SHARE_DECAY, _NOISE_DECAY = 0.9, 0.95
+"""Weights of the old value in moving averages: they reach back by 10 and 20 measurements."""
+_MIX = 0x9E3779B1
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def share_stride(rows: int, columns: int) -> int:
+    """The stride of the sample of ``[rows, columns]`` for a measured share."""
+    return max(1, min(columns, -(-rows * columns // SAMPLE)))
+
+
+def noise_samples(spans: Spans) -> int:
+    """Elements of the samples of columns ``spans``."""
+    return sum((stop - start) // _noise_stride(start, stop) for start, stop in spans)
+
+
+def weights_of(sums: Tensor) -> Tensor:
+    """``1 - K`` and ``K``, float32, of the averages of :class:`LearnShare`. ``K`` is 1 while all
+    measured gradients and residuals are zero."""
+    sent, owed = sums
+    lead = torch.where(owed > 0, sent / owed, 1.0).float().clamp(LEAST_SHARE, 1.0)
+    return torch.stack((1 - lead, lead))
+
+
+@dataclass(frozen=True)
+class SampleOwed(Operator):
+    """``(x [D, n], residual [D, n], step [] int64, owed [D, m] float64)``: their sum."""
+
+    stride: int
+
+    def run(self, x: Tensor, residual: Tensor, step: Tensor, owed: Tensor) -> None:
+        sample = _sampled(x, step, self.stride).double()
+        owed.copy_(sample.add_(_sampled(residual, step, self.stride)))
+
+
+@dataclass(frozen=True)
+class LearnShare(Operator):
+    """``(residual [D, n], owed [D, m], step [], sums [2] float64, weights [2])``: how much of what
+    was ``owed`` before a message the message sent. ``sums`` are moving averages of sent times owed,
+    and of owed times owed; their quotient is the slope of the regression."""
+
+    stride: int
+
+    def run(
+        self, residual: Tensor, owed: Tensor, step: Tensor, sums: Tensor, weights: Tensor
+    ) -> None:
+        sent = owed - _sampled(residual, step, self.stride)
+        new = torch.stack(((sent * owed).sum(), owed.square().sum()))
+        # Values that are not finite were not sent, and would stay in the averages for ever.
+        learnt = sums * _SHARE_DECAY + new * (1 - _SHARE_DECAY)
+        torch.where(new.isfinite().all(), learnt, sums, out=sums)
+        weights.copy_(weights_of(sums))
+
+
+@dataclass(frozen=True)
+class SampleGradient(Operator):
+    """``(row [1, S], step [], own [m] float64)``: samples of the columns ``spans``."""
+
+    spans: Spans
+
+    def run(self, row: Tensor, step: Tensor, own: Tensor) -> None:
+        torch.cat([part.double() for part in _samples(row, step, self.spans)], out=own)
+
+
+@dataclass(frozen=True)
+class CompareNoise(Operator):
+    """``(out [1, S], step [], own [m], sums [spans, 2] float64)``: compares samples of this rank's
+    gradient with the decoded result. ``sums`` are, by span, the total weight of the measured steps,
+    and their weighted sum of ``scale * E[g h] / E[h h]``."""
+
+    spans: Spans
+    scale: float
+
+    def run(self, out: Tensor, step: Tensor, own: Tensor, sums: Tensor) -> None:
+        handed = [part.double() for part in _samples(out, step, self.spans)]
+        shares = [
+            (g * h).sum() * self.scale / (h * h).sum()
+            for g, h in zip(own.split([len(h) for h in handed]), handed, strict=True)
+        ]
+        share = torch.stack(shares)
+        new = torch.stack((torch.ones_like(share), share), dim=1)
+        # Users see non-finite values in the gradient; here they (or 0 / 0) would stay for ever.
+        learnt = sums * _NOISE_DECAY + new * (1 - _NOISE_DECAY)
+        torch.where(share.isfinite()[:, None], learnt, sums, out=sums)
+
+
+def _noise_stride(start: int, stop: int) -> int:
+    return -(-(stop - start) // SAMPLE)
+
+
+def _samples(row: Tensor, step: Tensor, spans: Spans) -> list[Tensor]:
+    return [
+        _sampled(row[:, start:stop], step, _noise_stride(start, stop))[0] for start, stop in spans
+    ]
+
+
+def _sampled(rows: Tensor, step: Tensor, stride: int) -> Tensor:
+    """``[n, columns // stride]``."""
+    if stride == 1:
+        return rows
+    # Without a product of large numbers, which int64 could not hold.
+    first = step % stride * (_MIX % stride) % stride
+    numel = rows.shape[1] // stride
+    places = torch.arange(numel, dtype=torch.int64, device=rows.device) * stride + first
+    return rows.index_select(1, places)

@@ -1,0 +1,602 @@
+"""The programs of a unit's reductions, from its plan.
+
+A rank encodes ``[D, S]`` gradients to ``D`` messages, one for each destination, or one for all, and
+decodes its row from the messages of ``W`` ranks. If ranks of a host add up first, ``[W, S]``
+becomes ``[H, S]`` before; with DDP, ``[R, S]`` becomes ``[1, S]``, and the averages are handed on
+to the host's ranks afterwards. In two shots (:mod:`tagc.plan.two_shots`) messages are about slices
+of the shard, and the owners of slices send messages about their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tagc.codecs import Span
+from tagc.codecs.feedback import OWNER_RESIDUAL, FeedbackRule, LeadFeedback
+from tagc.codecs.quantized import SEED_STEP, QuantizedPlan, Stage
+from tagc.codecs.sketch import COUNTING, Sketches, SketchPlan
+from tagc.ops.launches import (
+    Advance,
+    ByNeighbour,
+    Copy,
+    Differ,
+    Divide,
+    Expand,
+    Fill,
+    Mark,
+    Pick,
+    Pieces,
+    PutBack,
+    Saturate,
+    Set,
+    Stamp,
+    UndoLag,
+)
+from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
+from tagc.ops.sampling import (
+    CompareNoise,
+    LearnShare,
+    SampleGradient,
+    SampleOwed,
+    noise_samples,
+    share_stride,
+)
+from tagc.plan.flat_rows import arranging, is_rearranged, restoring
+from tagc.plan.messages import STAMP_WORDS, MessagePlan, Segment
+from tagc.plan.part import Part
+from tagc.plan.unit_plan import UnitPlan
+
+Parts = list[tuple[str, list[Step]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What the host decides in a step.
+
+    Attributes:
+        levels: both levels, the sum inside hosts alone, or what follows it alone.
+        messages: whether messages are sent; otherwise gradients are summed uncompressed.
+        mean: whether sums are divided by the number of ranks.
+        stamped: whether messages carry stamps; see :mod:`tagc.collect.lockstep`.
+        begun: whether sketches have thresholds.
+        restarts: the :attr:`FeedbackRule.restarts` of the feedback that restarts from zero.
+        measures: whether shares are measured.
+        noise: whether noise is measured.
+        reached: the parameters that the backward reached, if not all.
+    """
+
+    levels: str = "both"
+    messages: bool = True
+    mean: bool = True
+    stamped: bool = False
+    begun: bool = True
+    restarts: frozenset[int] = frozenset()
+    measures: bool = False
+    noise: bool = False
+    reached: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """Where rows are encoded.
+
+    Attributes:
+        rows: rows that a rank encodes at once.
+        residual: the name of the residuals; None if there are none.
+        seeds: the seeds of the dither, ``[segments, rows]``.
+    """
+
+    rows: int
+    residual: str | None
+    seeds: Place
+
+
+class Reductions:
+    """The programs of one unit. Late are ``inp``, the gradients ``[rows, columns]``, and ``out``.
+
+    Attributes:
+        messages: the messages that carry gradients.
+        spans: their segments in the order of their words.
+        sketches: the steps of the sketched ones; None if there are none.
+        total: the sum inside the host, ``[H, S]``.
+        noise: the measured noise, see :class:`tagc.ops.sampling.CompareNoise`.
+        stamp, mistaken: this rank's stamp, and whether a received one differs.
+        seeds: the seeds of the dither, by stage.
+    """
+
+    def __init__(self, unit: UnitPlan) -> None:
+        self._unit, info = unit, unit.info
+        self._what = (
+            "the average over replicas"
+            if unit.direction == "replicas"
+            else "the reduction of gradients"
+        ) + f" of unit {info.label!r}"
+        self._hosts = info.ranks_per_host > 1
+        self._level: Level = "across" if self._hosts else "flat"
+        self.messages = unit.messages if unit.shots is None else unit.shots.reduce
+        self.spans = self.messages.spans
+        # Segments of slices have other columns than in the unit.
+        self._starts = {
+            id(part): whole.start
+            for part, whole in zip(self.messages.segments, unit.segments, strict=True)
+        }
+        if unit.shots is not None:
+            pairs = zip(unit.shots.gather.segments, unit.segments, strict=True)
+            self._starts |= {id(part): whole.start for part, whole in pairs}
+        rows = self.messages.made
+        sketched = [span for span in self.spans if isinstance(span.segment.codec, SketchPlan)]
+        self.sketches = (
+            Sketches(
+                sketched,
+                rows=rows,
+                ranks=self.messages.read,
+                level=self._level,
+                all_=self.messages.for_all,
+            )
+            if sketched
+            else None
+        )
+        self.total = Place(
+            "inside_sum", (unit.rows // info.ranks_per_host, unit.columns), info.dtype
+        )
+        self.stamp = Place("stamp", (STAMP_WORDS,), torch.int32, "kept")
+        self.mistaken = Place("stamps_differ", (), torch.bool, "kept")
+        n = len(unit.compressed)
+        self.noise = Place("noise", (n, 2), torch.float64, "state")
+        self.share_step = Place("share_step", (), torch.int64, "kept")
+        self.noise_step = Place("noise_step", (), torch.int64, "kept")
+        own: Stage = "replicas" if unit.direction == "replicas" else "gradients"
+        first = _Encoding(rows, "residual", self._seeds(own, self.messages, rows))
+        self._first = first
+        self.seeds: dict[Stage, Place] = {own: first.seeds}
+        if unit.shots is not None:
+            seeds = self._seeds("owners", unit.shots.gather, 1)
+            self._second = _Encoding(1, OWNER_RESIDUAL, seeds)
+            self.seeds["owners"] = seeds
+        if unit.inside is not None:
+            seeds = self._seeds("inside", unit.inside, unit.rows)
+            self._inside_encoding = _Encoding(unit.rows, None, seeds)
+            self.seeds["inside"] = seeds
+
+    @cached_property
+    def state(self) -> tuple[Place, ...]:
+        """The state of all programs, except measured noise."""
+        if not self._unit.compressed:
+            return ()
+        programs = [self.start(0), *map(self.lower, self.variants)]
+        found = {p.name: p for program in programs for p in program.places.values()}
+        return tuple(p for p in found.values() if p.kind == "state")
+
+    @property
+    def variants(self) -> Iterator[Variant]:
+        """The variants of whole units, in the order of a run."""
+        if self._hosts and (not self._unit.compressed or self._unit.warmup_steps):
+            yield Variant(messages=False)
+        if self._unit.compressed:
+            measures = any(map(_measured, self.rules.values()))
+            yield Variant(begun=False, measures=measures)
+            yield Variant(measures=measures)
+
+    @cached_property
+    def rules(self) -> dict[int, FeedbackRule]:
+        """The feedback rules, by the segment's first column in the unit."""
+        found = {s.start: s.codec.feedback for s in self._unit.segments}
+        return {start: rule for start, rule in found.items() if rule is not None}
+
+    def start(self, seed: int) -> Program:
+        """The first values of the state, and constants."""
+        steps: list[Step] = []
+        if self.sketches is not None:
+            steps += self.sketches.start(seed)
+        for start, rule in self.rules.items():
+            if isinstance(rule, LeadFeedback):
+                lead = 1.0 if rule.lead is None else rule.lead
+                steps.append(Launch(Set((1 - lead, lead)), (self.weights(start),)))
+        return Program.of(self._what, [("start", steps)])
+
+    def dithered(self, stage: Stage) -> list[int]:
+        """The first columns of the segments with a dither, in the messages of a stage."""
+        messages = self.messages
+        if stage == "inside":
+            assert self._unit.inside is not None
+            messages = self._unit.inside
+        elif stage == "owners":
+            assert self._unit.shots is not None
+            messages = self._unit.shots.gather
+        return [span.columns.start for span in messages.spans if _dithered(span)]
+
+    def weights(self, start: int) -> Place:
+        """The weights of a segment's lead, ``[2]``."""
+        return Place(f"weights.{start}", (2,), torch.float32, "kept")
+
+    def share(self, start: int) -> Place:
+        """The averages of a segment's measured share, ``[2]``."""
+        return Place(f"share.{start}.sums", (2,), torch.float64, "state")
+
+    def lower(self, variant: Variant) -> Program:
+        """The program of a variant."""
+        unit, dtype = self._unit, self._unit.info.dtype
+        columns = unit.columns if self._hosts or not variant.messages else unit.buffer_columns
+        part = None if variant.reached is None else Part(unit, variant.reached)
+        if not variant.messages and not self._hosts:
+            columns = unit.buffer_columns
+
+        def late(name: str, rows: int) -> Place:
+            if part is None:
+                return Place(name, (rows, columns), dtype, "late")
+            return Place(name, (rows, part.columns), dtype, "late")
+
+        inp, out = late("inp", unit.rows), late("out", unit.received_rows)
+        parts: Parts = []
+        whole_inp, whole_out = inp, out
+        if part is not None:
+            whole_inp = Place("part_expanded", (unit.rows, columns), dtype)
+            # In place where all ranks get all rows, as natives do.
+            whole_out = whole_inp
+            if not unit.all_reduced:
+                whole_out = Place("part_reduced", (unit.received_rows, columns), dtype)
+            if variant.levels != "across":
+                expand = Launch(Expand(part.runs), (inp, whole_inp))
+                parts.append(("encode", [expand]))
+        body = self._body(variant, whole_inp, whole_out)
+        if part is None:
+            parts += body
+        else:
+            parts += self._aside(part, body) if variant.messages else body
+            if variant.levels != "inside":
+                parts.append(("decode", [Launch(Pick(part.runs), (whole_out, out))]))
+        return Program.of(self._what, parts)
+
+    def _body(self, variant: Variant, inp: Place, out: Place) -> Parts:
+        unit, info = self._unit, self._unit.info
+        parts: Parts = []
+        divisor = info.world_size if variant.mean else 1
+        average = out
+        if self._hosts:
+            if variant.levels != "across":
+                inside = unit.inside if variant.messages else None
+                parts.append(("add inside the host", list(self._inside(inp, inside))))
+            if variant.levels == "inside":
+                return parts
+            inp = self.total
+            if unit.all_reduced:
+                average = Place("host_average", (1, unit.columns), info.dtype)
+        if not variant.messages:
+            parts.append(("exchange", list(self._sum(inp, average, divisor))))
+        elif unit.shots is None:
+            parts += self._in_messages(variant, inp, average, divisor)
+        else:
+            parts += self._in_two_shots(variant, inp, average, divisor)
+        if average is not out:
+            ranks = info.ranks_per_host
+            send = Send("all-gather", "inside", ranks, out, average, "averages")
+            parts.append(("hand on", [send, Wait("averages")]))
+        return parts
+
+    def _sum(self, inp: Place, out: Place, divisor: int) -> Iterator[Step]:
+        """Sums of gradients in their own dtype, which are then divided."""
+        unit, ranks = self._unit, self._unit.peers
+        if unit.all_reduced:
+            yield Launch(Copy(), (inp, out))
+            yield Send("all-reduce", self._level, ranks, out, out, "sums")
+        else:
+            yield Send("reduce-scatter", self._level, ranks, out, inp, "sums")
+        yield Wait("sums")
+        if divisor > 1:
+            yield Launch(Divide(divisor), (out,))
+
+    def _inside(self, inp: Place, messages: MessagePlan | None) -> Iterator[Step]:
+        """The ranks of a host add up, uncompressed or in messages without feedback. Messages are
+        added in rank order, uncompressed gradients in that of the backend, or torch's ``sum``."""
+        ranks, total = self._unit.info.ranks_per_host, self.total
+        if messages is None:
+            yield Send("reduce-scatter", "inside", ranks, total, inp, "sums_inside")
+            yield Wait("sums_inside")
+            return
+        rows, words = total.shape[0], messages.row_words
+        # [q, h] is for, then from, neighbour q, about host h's row. A neighbour gets its messages
+        # for all hosts in one call of the backend. Gradients are in the order of hosts: their
+        # messages are first written where those of the neighbours will arrive.
+        encoded = Place("inside_received", (ranks * rows, words), torch.int32)
+        send, received = (
+            Place(name, (ranks, rows, words), torch.int32)
+            for name in ("inside_send", "inside_received")
+        )
+        yield from self._encode(messages.spans, inp, encoded, self._inside_encoding, Variant())
+        yield Launch(ByNeighbour(), (encoded, send))
+        yield Send("all-to-all", "inside", ranks, received, send, "messages_inside")
+        yield Wait("messages_inside")
+        for span in messages.spans:
+            yield from span.segment.codec.summing(received[span.words], total[span.columns], 1)
+
+    def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Parts:
+        unit = self._unit
+        begin, end = [], []
+        if is_rearranged(unit):
+            rows = Place("flat_grad", (unit.rows, unit.columns), inp.dtype)
+            begin, inp = [Launch(arranging(unit), (inp, rows))], rows
+            shard = Place("flat_shard", (1, unit.columns), out.dtype)
+            end, out = [Launch(restoring(unit), (shard, out))], shard
+        look, compare = self._measuring(variant, inp, out, divisor)
+        parts = self._shot(variant, [*begin, *look], inp, out, divisor)
+        return [*parts, ("decode", [*compare, *end])]
+
+    def _in_two_shots(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Parts:
+        unit, shots = self._unit, self._unit.shots
+        assert shots is not None
+        owners, columns, words = unit.peers, shots.gather.columns, shots.gather.row_words
+        slices = Place("slices", (owners, columns), inp.dtype)
+        total = Place("slice_sum", (1, columns), torch.float32)
+        look, compare = self._measuring(variant, inp, out, divisor)
+        cut = Launch(self._slicing, (inp, slices))
+        parts = self._shot(variant, [*look, cut], slices, total, divisor)
+        # Sums are not rounded before they are encoded. Ranks that were in lockstep in the first
+        # shot are so in the second: it has no stamps.
+        own = Place("sums_send", (1, words), torch.int32)
+        received = Place("sums_recv", (owners, words), torch.int32)
+        spans = shots.gather.spans
+        steps: list[Step] = [*self._encode(spans, total, own, self._second, Variant())]
+        steps += [
+            Send("all-gather", self._level, owners, received, own, "sums_of_slices"),
+            Wait("sums_of_slices", turn=True),
+        ]
+        wide = Place("slices", (owners, columns), torch.float32)
+        for span in spans:
+            steps += span.segment.codec.decoding(received[span.words], wide[span.columns])
+        steps += [Launch(replace(self._slicing, back=True, empty=()), (wide, out)), *compare]
+        return [*parts, ("second shot", steps)]
+
+    @cached_property
+    def _slicing(self) -> Pieces:
+        """Moves elements between a shard ``[1, S]`` and its slices ``[N, C]``."""
+        unit, pieces, empty = self._unit, [], []
+        assert unit.shots is not None
+        at = column = 0
+        for cut in (cut for of_segment in unit.shots.cuts for cut in of_segment):
+            if not cut.columns:
+                continue
+            end = column + cut.length
+            full, rest = divmod(cut.columns, cut.length)
+            if full:
+                stop = at + full * cut.length
+                pieces.append((at, stop, slice(0, full), slice(column, end)))
+            if rest:
+                stop, owner = at + cut.columns, slice(full, full + 1)
+                pieces.append((stop - rest, stop, owner, slice(column, column + rest)))
+                empty.append((owner, slice(column + rest, end)))
+            used = full + (rest > 0)
+            if used < unit.peers:
+                empty.append((slice(used, unit.peers), slice(column, end)))
+            at, column = at + cut.columns, end
+        return Pieces(tuple(pieces), tuple(empty))
+
+    def _shot(
+        self, variant: Variant, first: Sequence[Step], inp: Place, out: Place, divisor: int
+    ) -> Parts:
+        """Messages about the rows ``[D, S]`` of ``inp``, and the sum of those about this rank's
+        row."""
+        messages = self.messages
+        send = Place("message_send", (messages.made, messages.row_words), torch.int32)
+        received = Place("message_recv", (messages.read, messages.row_words), torch.int32)
+        tail = slice(messages.words, messages.words + STAMP_WORDS)
+        # Of messages that are sent in part, the end is not sent.
+        stamped = variant.stamped and messages.sent is None
+        stamp = [Launch(Stamp(), (self.stamp, send[tail]))] if stamped else []
+        encode = [*first, *stamp, *self._encode(self.spans, inp, send, self._first, variant)]
+        kind = "all-gather" if messages.for_all else "all-to-all"
+        exchange: list[Step] = [
+            Send(kind, self._level, messages.read, received, send, "messages", messages.sent)
+        ]
+        sketches = self.sketches
+        if sketches is not None:
+            exchange += sketches.beside()
+        exchange.append(Wait("messages", turn=True))
+        if sketches is not None:
+            exchange.append(Wait("cells"))
+        decode = [
+            step for span in self.spans for step in self._decode(span, received, out, divisor)
+        ]
+        if sketches is not None:
+            decode += sketches.count()
+        if stamped:
+            decode.append(Launch(Differ(), (received[tail], self.stamp, self.mistaken)))
+        return [("encode", encode), ("exchange", exchange), ("decode", decode)]
+
+    def _encode(
+        self,
+        spans: Sequence[Span[Segment]],
+        x: Place,
+        message: Place,
+        encoding: _Encoding,
+        variant: Variant,
+    ) -> Iterator[Step]:
+        if self.sketches is not None and encoding is self._first:
+            residuals = [self._residual(s.segment, encoding) for s in self.sketches.spans]
+            yield from self.sketches.encode(x, message, residuals, begun=variant.begun)
+        dithered = [span for span in spans if _dithered(span)]
+        if dithered:
+            yield Launch(Advance(SEED_STEP), (encoding.seeds,))
+        for span in spans:
+            codec = span.segment.codec
+            if isinstance(codec, SketchPlan):
+                continue
+            part, residual = x[span.columns], self._residual(span.segment, encoding)
+            rule = codec.feedback
+            if residual is not None and _restarts(rule, variant):
+                yield Launch(Fill(0.0), (residual,), codec.name)
+            seeds = encoding.seeds.row(dithered.index(span)) if span in dithered else None
+            launches = codec.encoding(part, message[span.words], residual, seeds)
+            if residual is not None and _measured(rule):
+                launches = self._learning(span.segment, launches, part, residual, variant)
+            yield from launches
+
+    def _learning(
+        self,
+        segment: Segment,
+        launches: Iterable[Launch],
+        x: Place,
+        residual: Place,
+        variant: Variant,
+    ) -> Iterator[Launch]:
+        """Launches, around which the share of what they send is measured."""
+        if not variant.measures:
+            yield from launches
+            return
+        rows, columns = residual.shape
+        stride, start = share_stride(rows, columns), self._starts[id(segment)]
+        owed = Place("share_owed", (rows, columns // stride), torch.float64)
+        yield Launch(SampleOwed(stride), (x, residual, self.share_step, owed))
+        yield from launches
+        places = (residual, owed, self.share_step, self.share(start), self.weights(start))
+        yield Launch(LearnShare(stride), places, segment.codec.name)
+
+    def _decode(
+        self, span: Span[Segment], received: Place, out: Place, divisor: int
+    ) -> Iterator[Step]:
+        """Write one segment's sum, as the optimizer gets it, to its columns of ``out``.
+
+        With a loss scale, gradients fill the range of float16. So in float16, values that exceed
+        the range by no more than codes and residuals can cause become the largest number instead of
+        an overflow.
+        """
+        segment, codec = span.segment, span.segment.codec
+        rule, columns = codec.feedback, out[span.columns]
+        owner_state = None if rule is None else rule.owner_state
+        half = out.dtype == torch.float16
+        decoded = columns
+        if codec.compressed and (half or (owner_state and out.dtype != torch.float32)):
+            width = span.columns.stop - span.columns.start
+            decoded = Place("decoded", (1, width), torch.float32)
+        if self.sketches is not None and isinstance(codec, SketchPlan):
+            i = self.sketches.spans.index(span)
+            residual = self._residual(segment, self._first)
+            yield from self.sketches.decode(i, received, decoded, residual, divisor)
+        else:
+            yield from codec.summing(received[span.words], decoded, divisor)
+        wide, start = decoded, self._starts[id(segment)]
+        if owner_state is not None:
+            wide = decoded if half else columns
+            sent = Place(f"{owner_state}.{start}", (1, segment.columns), torch.float32, "state")
+            yield Launch(UndoLag(), (decoded, sent, wide, self.weights(start)), codec.name)
+        if wide is not columns:
+            # A sum up to this many times float16's largest number is no overflow.
+            reach = (1 + codec.overshoot) * (1.0 if rule is None else rule.gain)
+            yield Launch(Saturate(reach), (wide, columns), codec.name)
+
+    def _residual(self, segment: Segment, encoding: _Encoding) -> Place | None:
+        rule = segment.codec.feedback
+        if rule is None or encoding.residual is None:
+            return None
+        name = f"{encoding.residual}.{self._starts[id(segment)]}"
+        return Place(name, (encoding.rows, segment.columns), rule.dtype, "state")
+
+    def _measuring(
+        self, variant: Variant, inp: Place, out: Place, divisor: int
+    ) -> tuple[list[Launch], list[Launch]]:
+        """Launches before and after an exchange that measure its noise."""
+        if not variant.noise:
+            return [], []
+        spans = tuple((s.start, s.stop) for s in self._unit.compressed)
+        own = Place("noise_own", (noise_samples(spans),), torch.float64)
+        row = inp if inp.shape[0] == 1 else inp.row(OWN)
+        compare = CompareNoise(spans, self._unit.peers / divisor)
+        return (
+            [Launch(SampleGradient(spans), (row, self.noise_step, own))],
+            [Launch(compare, (out, self.noise_step, own, self.noise))],
+        )
+
+    def _seeds(self, stage: str, messages: MessagePlan, rows: int) -> Place:
+        segments = sum(map(_dithered, messages.spans))
+        return Place(f"seeds.{stage}", (segments, rows), torch.int32, "kept")
+
+    def _aside(self, part: Part, body: Parts) -> Parts:
+        """Preserve the feedback state of parameters that the backward did not reach: copy it
+        before, and put it back after. Messages carry some of these residuals, but FSDP has no
+        buffer for the result."""
+        places = {
+            place.name: place
+            for program in [Program.of(self._what, body)]
+            for place in program.places.values()
+            if place.kind == "state"
+        }
+        before: list[Step] = []
+        after: list[Step] = []
+        if self._unit.shots is not None:
+            masks = list(self._missing_slices(part, places))
+            before += self._marking(part)
+        else:
+            masks = [(place, None) for place in self._missing(part, places)]
+        for n, (place, mask) in enumerate(masks):
+            kept = Place(f"aside.{n}", place.view_shape, place.dtype)
+            before.append(Launch(Copy(), (place, kept)))
+            after.append(
+                Launch(Copy(), (kept, place))
+                if mask is None
+                else Launch(PutBack(), (mask, kept, place))
+            )
+        if self.misses_sketches(part):
+            before.insert(0, Wait(COUNTING))
+            after.insert(0, Wait(COUNTING))
+        return [("encode", before), *body, ("decode", after)]
+
+    def misses_sketches(self, part: Part) -> bool:
+        """Whether no sketched segment has any of these parameters. Thresholds would follow the
+        zeros, so their state is preserved, too."""
+        return self.sketches is not None and not any(
+            part.reaches(span.segment) for span in self.sketches.spans
+        )
+
+    def _missing(self, part: Part, places: dict[str, Place]) -> Iterator[Place]:
+        """The state of missing columns."""
+        for segment in self._unit.segments:
+            for name in (f"residual.{segment.start}", *self._owner_state(segment)):
+                if name in places:
+                    yield from (places[name][c] for c in part.missing_columns(segment))
+        if self.misses_sketches(part):
+            yield from (place for name, place in places.items() if name.startswith("sketch."))
+
+    def _owner_state(self, segment: Segment) -> Iterator[str]:
+        rule = segment.codec.feedback
+        if rule is not None and rule.owner_state is not None:
+            yield f"{rule.owner_state}.{segment.start}"
+
+    def _marking(self, part: Part) -> Iterator[Launch]:
+        """Mark missing columns in the slices: a parameter is scattered over them."""
+        missing = Place("missing", (1, self._unit.columns), self._unit.info.dtype)
+        yield Launch(Mark(part.missing_runs), (missing,))
+        yield Launch(self._slicing, (missing, self._missing_rows))
+
+    @property
+    def _missing_rows(self) -> Place:
+        assert self._unit.shots is not None
+        shape = (self._unit.peers, self._unit.shots.gather.columns)
+        return Place("missing_slices", shape, self._unit.info.dtype)
+
+    def _missing_slices(
+        self, part: Part, places: dict[str, Place]
+    ) -> Iterator[tuple[Place, Place]]:
+        """The state of slices, each with a mask."""
+        mask = self._missing_rows
+        for span, segment in zip(self.messages.segments, self._unit.segments, strict=True):
+            rows = mask[span.start : span.stop]
+            own = mask.row(OWN)[span.start : span.stop]
+            masks = {f"residual.{segment.start}": rows, f"{OWNER_RESIDUAL}.{segment.start}": own}
+            masks |= dict.fromkeys(self._owner_state(segment), own)
+            yield from ((places[name], m) for name, m in masks.items() if name in places)
+
+
+def _restarts(rule: FeedbackRule | None, variant: Variant) -> bool:
+    return rule is not None and rule.restarts in variant.restarts
+
+
+def _measured(rule: FeedbackRule | None) -> bool:
+    return isinstance(rule, LeadFeedback) and rule.lead is None
+
+
+def _dithered(span: Span[Segment]) -> bool:
+    codec = span.segment.codec
+    return isinstance(codec, QuantizedPlan) and codec.dithered
