@@ -21,21 +21,6 @@ def fmix32(x):
 
 
 @jit
-def cell_of(key, seed, partition, i: tl.constexpr):
-    """Cell ``i`` of each key, int64: partition ``i`` at ``fmix32(key ^ salt_i) * partition >> 32``.
-
-    Args:
-        key: uint32 tensor.
-        seed: int32 scalar.
-        partition: integer scalar below ``2**32``.
-    """
-    stride: tl.constexpr = ((i + 1) * 0x7F4A7C15) & 0xFFFFFFFF
-    salt = fmix32(seed.to(tl.uint32, bitcast=True) * 0x9E3779B9 + stride)
-    spread = tl.umulhi(fmix32(key ^ salt), tl.full(key.shape, 0, tl.uint32) + partition)
-    return spread.to(tl.int64) + i * partition.to(tl.int64)
-
-
-@jit
 def popcount(x):
     """Number of set bits of uint32 values, as int32."""
     x = x - ((x >> 1) & 0x55555555)

@@ -5,17 +5,3 @@ from tagc.attach.integrations import INTEGRATIONS, integration_of, sharding_grou
 from tagc.attach.levels import Levels
 from tagc.attach.optimizer_steps import OptimizerSteps
 from tagc.attach.unit import Integration, Unit
-
-__all__ = [
-    "INTEGRATIONS",
-    "FrozenValues",
-    "Integration",
-    "Levels",
-    "OptimizerSteps",
-    "ShardValues",
-    "Unit",
-    "integration_of",
-    "look_at_frozen",
-    "sharding_groups",
-    "with_specials",
-]

@@ -4,14 +4,3 @@ from tagc.checkpoint.folders import open_folder, save_folder
 from tagc.checkpoint.format import OneRank, Source, StateError, to_state_dict
 from tagc.checkpoint.state import State
 from tagc.checkpoint.unit_state import UnitState
-
-__all__ = [
-    "OneRank",
-    "Source",
-    "State",
-    "StateError",
-    "UnitState",
-    "open_folder",
-    "save_folder",
-    "to_state_dict",
-]

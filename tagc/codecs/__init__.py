@@ -9,16 +9,3 @@ from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.codecs.registry import CODECS, in_message_order, kind_of, plan_codec
 from tagc.codecs.span import Span
 from tagc.codecs.special import Special
-
-__all__ = [
-    "CODECS",
-    "CodecConfig",
-    "CodecPlan",
-    "Cut",
-    "PlanRequest",
-    "Span",
-    "Special",
-    "in_message_order",
-    "kind_of",
-    "plan_codec",
-]

@@ -1,32 +1,14 @@
-"""A unit's counters, and the parts of a reducer that save and load their own state."""
+"""A unit's counters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tagc.codecs.state import MAX_COUNT, nested, part_of
-
-
-class Stateful(Protocol):
-    """A part of a reducer that has state; the state's names and shapes never change."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The state: live tensors or copies. Waits for work in flight."""
-        ...
-
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for values that :meth:`state` never returns."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a :meth:`state` that passes :meth:`check_state`."""
-        ...
-
+from tagc.codecs.state import MAX_COUNT
 
 # The order in checkpoints.
 _COUNTS = (
@@ -94,27 +76,3 @@ class Counters:
             setattr(self, name, value)
         if self.on_hosts:
             self.inside_bytes = int(state["inside_bytes"])
-
-
-Parts = Iterator[tuple[str, Stateful]]
-"""Stateful parts, each with the prefix of its names; empty if the names need none."""
-
-
-def state_of(parts: Parts) -> dict[str, Tensor]:
-    """The states of all parts."""
-    found: dict[str, Tensor] = {}
-    for name, part in parts:
-        found |= nested(name, part.state()) if name else part.state()
-    return found
-
-
-def check_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for values that :func:`state_of` never returns."""
-    for name, part in parts:
-        part.check_state(part_of(name, state) if name else state)
-
-
-def load_parts(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Continue from a :func:`state_of` that passes :func:`check_parts`."""
-    for name, part in parts:
-        part.load_state(part_of(name, state) if name else state)

@@ -8,24 +8,3 @@ from tagc.costs.model import StepCost, Workload, step_cost, unit_seconds, worklo
 from tagc.costs.shapes import ModelShapes
 from tagc.costs.speed import measure_speeds
 from tagc.costs.traffic import Traffic, traffic
-
-__all__ = [
-    "Link",
-    "ModelShapes",
-    "Speed",
-    "StepCost",
-    "Traffic",
-    "Workload",
-    "explain",
-    "is_automatic",
-    "measure_speeds",
-    "measured_choice",
-    "measured_time",
-    "memory_time",
-    "no_time",
-    "speed_key",
-    "step_cost",
-    "traffic",
-    "unit_seconds",
-    "workload",
-]

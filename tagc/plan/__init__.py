@@ -14,36 +14,3 @@ from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import in_two_shots, slices_of
 from tagc.plan.unit_plan import Direction, TwoShots, UnitPlan
 from tagc.plan.units import FlatBuffer, UnitInfo, UnitParam, between_sites
-
-__all__ = [
-    "AT_ONCE",
-    "AUTO_BITS",
-    "Box",
-    "Choice",
-    "Choose",
-    "Direction",
-    "FlatBuffer",
-    "Memory",
-    "MessagePlan",
-    "Plan",
-    "Segment",
-    "StagePlan",
-    "TwoShots",
-    "UnitInfo",
-    "UnitParam",
-    "UnitPlan",
-    "as_list",
-    "between_sites",
-    "buffers_of",
-    "build_plan",
-    "config_inside",
-    "format_bytes",
-    "fragments_of",
-    "in_two_shots",
-    "native_units",
-    "resolve_auto",
-    "slices_of",
-    "span_of",
-    "times_less",
-    "total",
-]

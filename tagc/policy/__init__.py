@@ -8,25 +8,3 @@ from tagc.policy.rules import SMALL, ParameterRule, Rule, first_match, nearest_m
 from tagc.policy.schema import json_schema
 from tagc.policy.show import show, with_smaller
 from tagc.policy.tuning import Tuning
-
-__all__ = [
-    "ROLES",
-    "SMALL",
-    "Inside",
-    "ParamInfo",
-    "ParameterRule",
-    "Policy",
-    "PolicyError",
-    "Role",
-    "Rule",
-    "Tuning",
-    "When",
-    "data_parallel_policies",
-    "first_match",
-    "json_schema",
-    "nearest_miss",
-    "policies",
-    "role_of",
-    "show",
-    "with_smaller",
-]

@@ -5,15 +5,3 @@ from tagc.selfcheck.checking import Checked, KernelError, check
 from tagc.selfcheck.doctor import examine
 from tagc.selfcheck.everything import every_call, sketch_calls
 from tagc.selfcheck.platform import about
-
-__all__ = [
-    "Call",
-    "Checked",
-    "KernelError",
-    "Recorder",
-    "about",
-    "check",
-    "every_call",
-    "examine",
-    "sketch_calls",
-]

@@ -10,19 +10,6 @@ from tagc.codecs.feedback.config import FeedbackConfig
 from tagc.codecs.feedback.error import ErrorFeedback, LeadFeedback
 from tagc.codecs.feedback.rule import FeedbackRule
 
-__all__ = [
-    "OWNER_RESIDUAL",
-    "OWNER_STATES",
-    "RULES",
-    "AverageFeedback",
-    "ErrorFeedback",
-    "FeedbackConfig",
-    "FeedbackRule",
-    "LeadFeedback",
-    "plan_feedback",
-]
-
-
 RULES: tuple[type[FeedbackRule], ...] = (ErrorFeedback, AverageFeedback, LeadFeedback)
 
 OWNER_STATES = tuple(rule.owner_state for rule in RULES if rule.owner_state is not None)

@@ -5,8 +5,6 @@ from tagc.codecs.sketch.codec import COUNTING, SelectionCount, Sketches
 from tagc.codecs.sketch.config import SketchConfig
 from tagc.codecs.sketch.plan import SketchPlan, plan_sketch
 
-__all__ = ["COUNTING", "SKETCH", "SelectionCount", "SketchConfig", "SketchPlan", "Sketches"]
-
 SKETCH = CodecKind(
     name="sketch",
     config=SketchConfig,

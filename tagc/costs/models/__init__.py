@@ -14,8 +14,6 @@ from tagc.costs.models.function import from_function
 from tagc.costs.models.headers import INDEX, from_file, from_folder, from_index
 from tagc.costs.shapes import ModelError, ModelShapes, synthetic
 
-__all__ = ["load_model"]
-
 _LARGEST = 100_000_000  # bytes of a JSON file
 
 
