@@ -39,8 +39,9 @@ _NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the host knows of the state. It selects variants, and a skipped step restores it.
+class Progress:
+    """What a unit's reductions have done so far, as the host counts it. It selects variants, and a
+    skipped step restores it.
 
     Attributes:
         encodings, inside: encodings so far of the messages, and of those inside hosts.
@@ -61,7 +62,7 @@ class ReducerState:
         plan: the unit's plan.
         programs: the programs of the plan.
         store: their tensors.
-        told: what the host knows of the state.
+        progress: what they have done so far.
         counters: counts of reductions and bytes.
         waiting: the sum of micro-batches that wait inside a host, or in a replica.
         gauge: measures the RMS of gradients relative to dense; None unless asked for.
@@ -115,7 +116,7 @@ class ReducerState:
         on_hosts = plan.info.ranks_per_host > 1
         self.counters = Counters(earlier_steps=earlier_steps, on_hosts=on_hosts)
         before = max(0, earlier_steps - plan.warmup_steps)
-        self.told = Told(encodings=before, inside=before)
+        self.progress = Progress(encodings=before, inside=before)
         self.store.wait(COUNTING)
         if plan.compressed:
             for place in self.programs.state:
@@ -134,13 +135,14 @@ class ReducerState:
         reached = None if part is None else part.names
         if not messages:
             return Variant(messages=False, mean=mean, reached=reached)
-        told, gauge = self.told, self.gauge
+        progress, gauge = self.progress, self.gauge
         return Variant(
             mean=mean,
             stamped=bool(self.stamped),
-            begun=told.begun or self.programs.sketches is None,
+            begun=progress.begun or self.programs.sketches is None,
             restarts=self._restarts() if self._resets else _NONE,
-            measures=bool(self._shares) and (told.measured < _FIRST or told.measured % _EVERY == 0),
+            measures=bool(self._shares)
+            and (progress.measured < _FIRST or progress.measured % _EVERY == 0),
             noise=gauge is not None and gauge.measures(self.counters.compressed_steps + 1),
             reached=reached,
         )
@@ -149,7 +151,7 @@ class ReducerState:
         """Count a message, and say on the device which it is, if that matters."""
         self.counters.compressed_steps += 1
         if variant.measures:
-            self.store[self.programs.share_step].fill_(self.told.measured)
+            self.store[self.programs.share_step].fill_(self.progress.measured)
         if variant.noise:
             self.store[self.programs.noise_step].fill_(self.counters.compressed_steps)
 
@@ -157,19 +159,19 @@ class ReducerState:
         """Note what a variant did to the state."""
         if not variant.messages:
             return
-        told = self.told
+        progress = self.progress
         if variant.levels != "across" and self.plan.inside is not None:
-            told = replace(told, inside=told.inside + 1)
+            progress = replace(progress, inside=progress.inside + 1)
         if variant.levels != "inside":
             reached = variant.reached
             misses = reached is not None and self.programs.misses_sketches(Part(self.plan, reached))
-            told = replace(
-                told,
-                encodings=told.encodings + 1,
-                measured=told.measured + 1,
-                begun=told.begun or not misses,
+            progress = replace(
+                progress,
+                encodings=progress.encodings + 1,
+                measured=progress.measured + 1,
+                begun=progress.begun or not misses,
             )
-        self.told = told
+        self.progress = progress
 
     def mark_stamps(self, mark: int) -> None:
         """Set the first word of stamps."""
@@ -328,7 +330,7 @@ class ReducerState:
 
     def _restarts(self) -> frozenset[int]:
         """The periods of feedback that restarts now."""
-        done = self.told.encodings
+        done = self.progress.encodings
         return frozenset(n for n in self._resets if done and done % n == 0) or _NONE
 
     @cached_property
@@ -344,7 +346,7 @@ class ReducerState:
 
     @property
     def _steps(self) -> dict[str, str]:
-        """The counts in a state, each with its name in :class:`Told`."""
+        """The counts in a state, each with its name in :class:`Progress`."""
         found: dict[str, str] = {}
         plan, shots = self.plan, self.plan.shots
         for stage, messages, count in (
@@ -362,10 +364,10 @@ class ReducerState:
         self.store.wait(COUNTING)
         found: dict[str, Tensor] = {}
         for name, count in self._steps.items():
-            steps = getattr(self.told, count)
+            steps = getattr(self.progress, count)
             found[name] = torch.tensor(steps, dtype=torch.int64, device="cpu")
         if self.programs.sketches is not None:
-            begun = torch.tensor(self.told.begun, dtype=torch.bool, device="cpu")
+            begun = torch.tensor(self.progress.begun, dtype=torch.bool, device="cpu")
             found["sketch.started"] = begun
         for place in self.programs.state if self.plan.compressed else ():
             if _kind(place) in _BY_PARAMETER:
@@ -384,7 +386,7 @@ class ReducerState:
         for name, tensor in self._codec_state().items():
             if name in state and name not in self._steps and name != "sketch.started":
                 tensor.copy_(state[name])
-        self.told = replace(self.told, **counts)
+        self.progress = replace(self.progress, **counts)
         self._follow()
 
     def _follow(self) -> None:
@@ -393,7 +395,7 @@ class ReducerState:
         for stage, place in self.programs.seeds.items():
             starts = self.programs.dithered(stage)
             if starts and place in self.store:
-                encodings = self.told.inside if stage == "inside" else self.told.encodings
+                encodings = self.progress.inside if stage == "inside" else self.progress.encodings
                 # They advance before they are used.
                 seeds = dither_seeds(
                     starts, place.shape[1], unit=self._seed, rank=self._rank, stage=stage,

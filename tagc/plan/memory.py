@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tagc.ops.program import Program
-from tagc.plan.gathers import Gathers
 from tagc.plan.messages import MessagePlan, Segment
-from tagc.plan.reductions import Reductions
+from tagc.plan.programs import programs_of
 from tagc.plan.stages import StagePlan
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
@@ -93,26 +91,12 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
         if info.ranks_per_host > 1:
             yield "across_recv", info.dtype, unit.peers * unit.buffer_columns
         return
-    for program in _programs(unit):
+    for program in programs_of(unit):
         places = [p for p in program.places.values() if p.kind == "scratch"]
         if gloo:
             places += filter(None, (send.scratch for send in program.sends))
         for place in places:
             yield place.name, place.dtype, math.prod(place.shape)
-
-
-def _programs(unit: UnitPlan) -> Iterator[Program]:
-    if unit.direction != "parameters":
-        programs = Reductions(unit)
-        yield from map(programs.lower, programs.variants)
-        return
-    programs = Gathers(unit)
-    if unit.keeps_copy:
-        yield from (programs.whole, programs.changes, programs.read)
-    else:
-        yield programs.message
-        if unit.reuses_forward_message:
-            yield from (programs.kept_message, programs.again)
 
 
 def _waiting(unit: UnitPlan) -> int:
