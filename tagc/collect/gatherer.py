@@ -169,7 +169,7 @@ class UnitGatherer(ABC):
     def _declare(self, *programs: Program) -> None:
         """Make the tensors of programs, and compile their operators."""
         for program in programs:
-            self.store.declare(*program.places.values())
+            self.store.declare(*program.places)
             program.prepare(self._ops)
 
     def _run(self, program: Program, rows: Tensor, inp: Tensor) -> None:

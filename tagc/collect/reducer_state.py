@@ -22,7 +22,7 @@ from tagc.collect.lockstep import Lockstep
 from tagc.collect.replay import Replay, Store
 from tagc.collect.waiting import Waiting
 from tagc.ops import Ops
-from tagc.ops.program import Level, Place, Program
+from tagc.ops.program import Place, Program
 from tagc.ops.sampling import weights_of
 from tagc.plan import UnitPlan
 from tagc.plan.part import Part
@@ -72,8 +72,6 @@ class ReducerState:
         before: called before every reduction with the number of those before it; may raise.
     """
 
-    _levels: dict[Level, object]
-
     def __init__(
         self,
         plan: UnitPlan,
@@ -98,10 +96,9 @@ class ReducerState:
         if plan.compressed:
             programs = self.programs
             self.store.declare(*programs.state, programs.stamp, programs.mistaken)
-            for variant in self.programs.variants:
-                program = self.programs.lower(variant)
+            for program in programs.programs:
                 program.prepare(ops)
-                self.store.declare(*program.places.values())
+                self.store.declare(*program.places)
         self.reset()
 
     def reset(self, earlier_steps: int = 0) -> None:
@@ -118,9 +115,9 @@ class ReducerState:
         before = max(0, earlier_steps - plan.warmup_steps)
         self.progress = Progress(encodings=before, inside=before)
         self.store.wait(COUNTING)
+        for place in self.programs.state:
+            self.store[place].zero_()
         if plan.compressed:
-            for place in self.programs.state:
-                self.store[place].zero_()
             for _ in self._bind(self.programs.start(self._seed)).running():
                 pass
         self._follow()
@@ -141,7 +138,7 @@ class ReducerState:
             stamped=bool(self.stamped),
             begun=progress.begun or self.programs.sketches is None,
             restarts=self._restarts() if self._resets else _NONE,
-            measures=bool(self._shares)
+            measures=bool(self.programs.shares)
             and (progress.measured < _FIRST or progress.measured % _EVERY == 0),
             noise=gauge is not None and gauge.measures(self.counters.compressed_steps + 1),
             reached=reached,
@@ -246,8 +243,8 @@ class ReducerState:
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply all state that is in units of the gradients by ``factor``, the same on every
         rank. Call it if gradients become ``factor`` times as large."""
-        for start in self._shares:
-            self.store[self.programs.share(start)].mul_(factor).mul_(factor)
+        for share in self.programs.shares.values():
+            self.store[share].mul_(factor).mul_(factor)
         for stored in self._by_parameter():
             stored.mul_(factor)
         sketches = self.programs.sketches
@@ -281,7 +278,7 @@ class ReducerState:
         pairs = list(zip(by_parameter, copy, strict=False))
         if isinstance(where, Tensor):
             flag = where.to(self.store.device, torch.bool)
-            names = [f"share.{start}.sums" for start in self._shares]
+            names = [share.name for share in self.programs.shares.values()]
             for now, then in [*pairs, *((state[name], before[name]) for name in names)]:
                 now.copy_(torch.where(flag, then, now))
             self._follow_shares()
@@ -310,8 +307,8 @@ class ReducerState:
             check_counter(name.rpartition(".")[2], state[name])
         if self.programs.sketches is not None:
             self.programs.sketches.check_state(part_of("sketch", state))
-        for start in self._shares:
-            if float(state[f"share.{start}.sums"][1]) < 0:
+        for share in self.programs.shares.values():
+            if float(state[share.name][1]) < 0:
                 raise ValueError("the mean square of gradient plus residual is negative")
         if NoiseGauge.in_state(state):
             NoiseGauge.check_state(state)
@@ -339,11 +336,6 @@ class ReducerState:
         rules = self.programs.rules.values()
         return {rule.restarts for rule in rules if rule.restarts is not None}
 
-    @cached_property
-    def _shares(self) -> list[int]:
-        """The first columns of the segments whose share is measured."""
-        return [i for i in self.programs.rules if self.programs.share(i) in self.store]
-
     @property
     def _steps(self) -> dict[str, str]:
         """The counts in a state, each with its name in :class:`Progress`."""
@@ -358,7 +350,7 @@ class ReducerState:
                 segments = () if messages is None else messages.segments
                 if any(kind_of(s.codec).name == kind for s in segments):
                     found[f"{stage}{kind}.steps"] = count
-        return found | {f"share.{start}.steps": "measured" for start in self._shares}
+        return found | {f"share.{start}.steps": "measured" for start in self.programs.shares}
 
     def _codec_state(self) -> dict[str, Tensor]:
         self.store.wait(COUNTING)
@@ -369,7 +361,7 @@ class ReducerState:
         if self.programs.sketches is not None:
             begun = torch.tensor(self.progress.begun, dtype=torch.bool, device="cpu")
             found["sketch.started"] = begun
-        for place in self.programs.state if self.plan.compressed else ():
+        for place in self.programs.state:
             if _kind(place) in _BY_PARAMETER:
                 continue
             tensor = self.store[place]
@@ -392,21 +384,20 @@ class ReducerState:
     def _follow(self) -> None:
         """Compute what follows from the state."""
         self._follow_shares()
-        for stage, place in self.programs.seeds.items():
-            starts = self.programs.dithered(stage)
-            if starts and place in self.store:
-                encodings = self.progress.inside if stage == "inside" else self.progress.encodings
-                # They advance before they are used.
-                seeds = dither_seeds(
-                    starts, place.shape[1], unit=self._seed, rank=self._rank, stage=stage,
-                    step=encodings - 1,
-                )  # fmt: skip
-                self.store[place].copy_(seeds)
+        for stage, encoding in self.programs.encodings.items():
+            if not encoding.dithered:
+                continue
+            starts, rows = [s.columns.start for s in encoding.dithered], encoding.messages.made
+            encodings = self.progress.inside if stage == "inside" else self.progress.encodings
+            seeds = dither_seeds(
+                starts, rows, unit=self._seed, rank=self._rank, stage=stage,
+                step=encodings - 1,  # they advance before they are used
+            )  # fmt: skip
+            self.store[encoding.seeds].copy_(seeds)
 
     def _follow_shares(self) -> None:
-        for start in self._shares:
-            sums = self.store[self.programs.share(start)]
-            self.store[self.programs.weights(start)].copy_(weights_of(sums))
+        for start, share in self.programs.shares.items():
+            self.store[self.programs.weights(start)].copy_(weights_of(self.store[share]))
 
     def _stored(self, *kinds: str) -> dict[int, Tensor]:
         places = [p for p in self.programs.state if _kind(p) in kinds]

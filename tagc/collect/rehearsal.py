@@ -46,8 +46,8 @@ def _run(unit: UnitPlan, program: Program, store: Store, ops: Ops) -> None:
     lockstep = Lockstep(unit.direction, info.label, _META)
     replay = Replay(program, store, ops, levels, lockstep, 0)
     late = {
-        name: torch.empty(place.shape, dtype=place.dtype, device=_META)
-        for name, place in program.places.items()
+        place.name: torch.empty(place.shape, dtype=place.dtype, device=_META)
+        for place in program.places
         if place.kind == "late"
     }
     if unit.direction != "parameters":

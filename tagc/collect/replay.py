@@ -67,13 +67,6 @@ class Store:
         if work is not None:
             work.wait()
 
-    def zero(self) -> None:
-        """Set all tensors to zero that are not scratch."""
-        for flight in list(self.flights):
-            self.wait(flight)
-        for tensor in self._tensors.values():
-            tensor.zero_()
-
 
 class _Call(NamedTuple):
     """A bound step; None for the comparison with other ranks."""
@@ -126,12 +119,13 @@ class Replay:
         self._by_level = transports
         self._own = own
         self._late: list[_Late] = []
-        store.declare(*program.places.values())
-        for place in program.places.values():  # so that no buffer grows while others are bound
-            if place.kind == "scratch":
+        store.declare(*program.places)
+        sends = program.sends
+        sums = [s.scratch for s in sends if transports[s.level].adds_itself(store.device)]
+        for place in (*program.places, *filter(None, sums)):
+            if place.kind == "scratch":  # so that no buffer grows while others are bound
                 store.take(place)
         self._made_for = store.workspace.generation
-        sends = program.sends
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
         steps, confirmed = iter(program.steps), False

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
 
 from tagc.codecs import CodecPlan
 from tagc.codecs.workspace import Workspace
-from tagc.collect.replay import Store
+from tagc.collect.lockstep import Lockstep
+from tagc.collect.replay import Replay, Store
 from tagc.costs.codec_time import Speed, speed_key
 from tagc.ops import Ops
-from tagc.ops.program import Launch, Place, Send, Step
+from tagc.ops.program import Launch, Program, Send, Step
 from tagc.plan import Segment, UnitInfo, UnitParam, UnitPlan
 from tagc.plan.gathers import Gathers
 from tagc.plan.reductions import Reductions, Variant
@@ -80,6 +80,7 @@ class _Sample:
         direction = "parameters" if codec.of_changes else "gradients"
         unit = UnitPlan(direction=direction, info=info, segments=(segment,))
         self._store, self._ops = Store(device, Workspace(device)), ops
+        self._lockstep = Lockstep(direction, info.label, device)
         generator = torch.Generator(device=device).manual_seed(0)
         shape = (1 if codec.of_changes else _RANKS, numel)
         wide = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
@@ -91,34 +92,36 @@ class _Sample:
         else:
             programs = Reductions(unit)
             for first in (programs.start(0), programs.lower(Variant(begun=False))):
-                for step in self._bound(first.steps):
-                    step()
+                for step in first.steps:
+                    if isinstance(step, Launch):
+                        self._run(self._bound([step]))
+                    elif isinstance(step, Send):
+                        self._return(step)
             program = programs.lower(Variant())
-        self._encode: list[Callable[[], object]] = []
-        self._decode: list[Callable[[], object]] = []
+        encode: list[Step] = []
+        decode: list[Step] = []
         steps = iter(program.steps)
         for name, length in program.ranges:
-            bound = self._bound(s for s in islice(steps, length) if isinstance(s, Launch))
+            launches = [step for step in islice(steps, length) if isinstance(step, Launch)]
             if name.startswith("encode"):
-                self._encode += bound
+                encode += launches
             elif name.startswith("decode"):
-                self._decode += bound
-        self._receive = self._bound(program.sends)
+                decode += launches
+        self._encode, self._decode = self._bound(encode), self._bound(decode)
+        self._sends = program.sends
         self.restore()
         self.encode()
 
     def encode(self) -> None:
-        for launch in self._encode:
-            launch()
+        self._run(self._encode)
 
     def decode(self) -> None:
-        for launch in self._decode:
-            launch()
+        self._run(self._decode)
 
     def receive(self) -> None:
         """Receive what was sent; decoding may overwrite it."""
-        for send in self._receive:
-            send()
+        for send in self._sends:
+            self._return(send)
 
     def restore(self) -> None:
         """Owe nothing: else the residual would grow with every call, and select more than fits."""
@@ -126,35 +129,23 @@ class _Sample:
             if name.startswith("residual."):
                 tensor.zero_()
 
-    def _bound(self, steps: Iterable[Step]) -> list[Callable[[], object]]:
-        found: list[Callable[[], object]] = []
-        for step in steps:
-            if isinstance(step, Launch):
-                operator = step.operator
-                tensors = [
-                    None if place is None else operator.adapted(i, self._tensor(place))
-                    for i, place in enumerate(step.places)
-                ]
-                found.append(partial(operator.bound(self._ops, 0), *tensors))
-            elif isinstance(step, Send):
-                found.append(partial(_returned, self._tensor(step.out), self._tensor(step.inp)))
-        return found
+    def _bound(self, launches: Sequence[Step]) -> Replay:
+        program = Program.of("a sample", [("sample", launches)])
+        return Replay(program, self._store, self._ops, {}, self._lockstep, 0)
 
-    def _tensor(self, place: Place) -> torch.Tensor:
-        if place.kind == "late":
-            return self._late[place.name][place.index(0)]
-        self._store.declare(place)
-        return self._store.take(place)[place.index(0)]
+    def _run(self, replay: Replay) -> None:
+        for _ in replay.running(**self._late):
+            pass
 
-
-def _returned(out: torch.Tensor, inp: torch.Tensor) -> None:
-    """What a rank receives if all send the same."""
-    if out.data_ptr() == inp.data_ptr():
-        return
-    if len(out) < len(inp):
-        torch.sum(inp, 0, keepdim=True, dtype=out.dtype, out=out)
-    else:
-        out.copy_(inp.expand_as(out))
+    def _return(self, send: Send) -> None:
+        """What a rank receives if all send the same."""
+        out, inp = (self._store.take(place) for place in (send.out, send.inp))
+        if out.data_ptr() == inp.data_ptr():
+            return
+        if len(out) < len(inp):
+            torch.sum(inp, 0, keepdim=True, dtype=out.dtype, out=out)
+        else:
+            out.copy_(inp.expand_as(out))
 
 
 def _seconds(

@@ -242,10 +242,10 @@ class Program:
         return cls(what, tuple(ranges), tuple(listed))
 
     @cached_property
-    def places(self) -> dict[str, Place]:
-        """The whole tensors, by name."""
+    def places(self) -> tuple[Place, ...]:
+        """The whole tensors. Scratch of one name may have several shapes, one after another."""
         found = (place for step in self.steps for place in _places(step))
-        return {place.name: replace(place, at=()) for place in found}
+        return tuple(dict.fromkeys(replace(place, at=()) for place in found))
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

@@ -24,8 +24,8 @@ _GAP = 1 << 16
 
 
 class Gathers:
-    """The programs of one unit. Late are ``inp``, this rank's shard ``[1, S]``, and ``out``, all
-    shards ``[W, S]``.
+    """The programs of one unit. ``inp``, this rank's shard ``[1, S]``, and ``out``, all shards
+    ``[W, S]``, come late.
 
     Attributes:
         changed: set if ``inp`` has changed since :attr:`fingerprint` was taken; boolean, ``[]``.

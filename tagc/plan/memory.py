@@ -92,7 +92,7 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
             yield "across_recv", info.dtype, unit.peers * unit.buffer_columns
         return
     for program in programs_of(unit):
-        places = [p for p in program.places.values() if p.kind == "scratch"]
+        places = [p for p in program.places if p.kind == "scratch"]
         if gloo:
             places += filter(None, (send.scratch for send in program.sends))
         for place in places:

@@ -14,8 +14,7 @@ def programs_of(unit: UnitPlan) -> Iterator[Program]:
     """The programs that a unit runs in training, but those for parts of it, in the order of first
     use."""
     if unit.direction != "parameters":
-        reductions = Reductions(unit)
-        yield from map(reductions.lower, reductions.variants)
+        yield from Reductions(unit).programs
         return
     gathers = Gathers(unit)
     if unit.keeps_copy:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -27,10 +28,7 @@ from tagc.ops.launches import (
     Divide,
     Expand,
     Fill,
-    Mark,
     Pick,
-    Pieces,
-    PutBack,
     Saturate,
     Set,
     Stamp,
@@ -48,9 +46,11 @@ from tagc.ops.sampling import (
 from tagc.plan.flat_rows import arranging, is_rearranged, restoring
 from tagc.plan.messages import STAMP_WORDS, MessagePlan, Segment
 from tagc.plan.part import Part
+from tagc.plan.preserving import preserving
+from tagc.plan.two_shots import slicing_of
 from tagc.plan.unit_plan import UnitPlan
 
-Parts = list[tuple[str, list[Step]]]
+Ranges = list[tuple[str, list[Step]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Variant:
         reached: the parameters that the backward reached, if not all.
     """
 
-    levels: str = "both"
+    levels: Literal["both", "inside", "across"] = "both"
     messages: bool = True
     mean: bool = True
     stamped: bool = False
@@ -81,31 +81,42 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class _Encoding:
-    """Where rows are encoded.
+class Encoding:
+    """Messages that a rank encodes.
 
     Attributes:
-        rows: rows that a rank encodes at once.
+        stage: whom they are for.
         residual: the name of the residuals; None if there are none.
-        seeds: the seeds of the dither, ``[segments, rows]``.
     """
 
-    rows: int
+    stage: Stage
+    messages: MessagePlan
     residual: str | None
-    seeds: Place
+
+    @cached_property
+    def dithered(self) -> list[Span[Segment]]:
+        """The segments with a dither."""
+        plans = ((span, span.segment.codec) for span in self.messages.spans)
+        return [span for span, c in plans if isinstance(c, QuantizedPlan) and c.dithered]
+
+    @property
+    def seeds(self) -> Place:
+        """The seeds of their dither, ``[segments, rows]``."""
+        shape = (len(self.dithered), self.messages.made)
+        return Place(f"seeds.{self.stage}", shape, torch.int32, "kept")
 
 
 class Reductions:
-    """The programs of one unit. Late are ``inp``, the gradients ``[rows, columns]``, and ``out``.
+    """The programs of one unit. The gradients ``inp`` ``[rows, columns]`` and the result ``out``
+    come late.
 
     Attributes:
         messages: the messages that carry gradients.
-        spans: their segments in the order of their words.
+        encodings: all messages, by stage.
         sketches: the steps of the sketched ones; None if there are none.
         total: the sum inside the host, ``[H, S]``.
         noise: the measured noise, see :class:`tagc.ops.sampling.CompareNoise`.
         stamp, mistaken: this rank's stamp, and whether a received one differs.
-        seeds: the seeds of the dither, by stage.
     """
 
     def __init__(self, unit: UnitPlan) -> None:
@@ -118,28 +129,23 @@ class Reductions:
         self._hosts = info.ranks_per_host > 1
         self._level: Level = "across" if self._hosts else "flat"
         self.messages = unit.messages if unit.shots is None else unit.shots.reduce
-        self.spans = self.messages.spans
         # Segments of slices have other columns than in the unit.
+        shots = () if unit.shots is None else (unit.shots.reduce, unit.shots.gather)
         self._starts = {
             id(part): whole.start
-            for part, whole in zip(self.messages.segments, unit.segments, strict=True)
+            for messages in (unit.messages, *shots)
+            for part, whole in zip(messages.segments, unit.segments, strict=True)
         }
-        if unit.shots is not None:
-            pairs = zip(unit.shots.gather.segments, unit.segments, strict=True)
-            self._starts |= {id(part): whole.start for part, whole in pairs}
-        rows = self.messages.made
-        sketched = [span for span in self.spans if isinstance(span.segment.codec, SketchPlan)]
-        self.sketches = (
-            Sketches(
+        sketched = [s for s in self.messages.spans if isinstance(s.segment.codec, SketchPlan)]
+        self.sketches: Sketches | None = None
+        if sketched:
+            self.sketches = Sketches(
                 sketched,
-                rows=rows,
+                rows=self.messages.made,
                 ranks=self.messages.read,
                 level=self._level,
-                all_=self.messages.for_all,
+                for_all=self.messages.for_all,
             )
-            if sketched
-            else None
-        )
         self.total = Place(
             "inside_sum", (unit.rows // info.ranks_per_host, unit.columns), info.dtype
         )
@@ -150,36 +156,31 @@ class Reductions:
         self.share_step = Place("share_step", (), torch.int64, "kept")
         self.noise_step = Place("noise_step", (), torch.int64, "kept")
         own: Stage = "replicas" if unit.direction == "replicas" else "gradients"
-        first = _Encoding(rows, "residual", self._seeds(own, self.messages, rows))
-        self._first = first
-        self.seeds: dict[Stage, Place] = {own: first.seeds}
+        self._first = Encoding(own, self.messages, "residual")
+        self.encodings: dict[Stage, Encoding] = {own: self._first}
         if unit.shots is not None:
-            seeds = self._seeds("owners", unit.shots.gather, 1)
-            self._second = _Encoding(1, OWNER_RESIDUAL, seeds)
-            self.seeds["owners"] = seeds
+            self.encodings["owners"] = Encoding("owners", unit.shots.gather, OWNER_RESIDUAL)
         if unit.inside is not None:
-            seeds = self._seeds("inside", unit.inside, unit.rows)
-            self._inside_encoding = _Encoding(unit.rows, None, seeds)
-            self.seeds["inside"] = seeds
+            self.encodings["inside"] = Encoding("inside", unit.inside, None)
 
     @cached_property
     def state(self) -> tuple[Place, ...]:
         """The state of all programs, except measured noise."""
         if not self._unit.compressed:
             return ()
-        programs = [self.start(0), *map(self.lower, self.variants)]
-        found = {p.name: p for program in programs for p in program.places.values()}
-        return tuple(p for p in found.values() if p.kind == "state")
+        found = [p for program in (self.start(0), *self.programs) for p in program.places]
+        return tuple(dict.fromkeys(p for p in found if p.kind == "state"))
 
-    @property
-    def variants(self) -> Iterator[Variant]:
-        """The variants of whole units, in the order of a run."""
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs for whole units, in the order of a run."""
+        variants = []
         if self._hosts and (not self._unit.compressed or self._unit.warmup_steps):
-            yield Variant(messages=False)
+            variants.append(Variant(messages=False))
         if self._unit.compressed:
-            measures = any(map(_measured, self.rules.values()))
-            yield Variant(begun=False, measures=measures)
-            yield Variant(measures=measures)
+            measures = bool(self.shares)
+            variants += [Variant(begun=False, measures=measures), Variant(measures=measures)]
+        return tuple(map(self.lower, variants))
 
     @cached_property
     def rules(self) -> dict[int, FeedbackRule]:
@@ -198,40 +199,30 @@ class Reductions:
                 steps.append(Launch(Set((1 - lead, lead)), (self.weights(start),)))
         return Program.of(self._what, [("start", steps)])
 
-    def dithered(self, stage: Stage) -> list[int]:
-        """The first columns of the segments with a dither, in the messages of a stage."""
-        messages = self.messages
-        if stage == "inside":
-            assert self._unit.inside is not None
-            messages = self._unit.inside
-        elif stage == "owners":
-            assert self._unit.shots is not None
-            messages = self._unit.shots.gather
-        return [span.columns.start for span in messages.spans if _dithered(span)]
-
     def weights(self, start: int) -> Place:
         """The weights of a segment's lead, ``[2]``."""
         return Place(f"weights.{start}", (2,), torch.float32, "kept")
 
-    def share(self, start: int) -> Place:
-        """The averages of a segment's measured share, ``[2]``."""
-        return Place(f"share.{start}.sums", (2,), torch.float64, "state")
+    @cached_property
+    def shares(self) -> dict[int, Place]:
+        """The averages ``[2]`` of the shares that are measured, by the segment's first column in
+        the unit."""
+        return {
+            start: Place(f"share.{start}.sums", (2,), torch.float64, "state")
+            for start, rule in self.rules.items()
+            if isinstance(rule, LeadFeedback) and rule.lead is None
+        }
 
     def lower(self, variant: Variant) -> Program:
         """The program of a variant."""
-        unit, dtype = self._unit, self._unit.info.dtype
-        columns = unit.columns if self._hosts or not variant.messages else unit.buffer_columns
+        unit, dtype, columns = self._unit, self._unit.info.dtype, self._unit.buffer_columns
         part = None if variant.reached is None else Part(unit, variant.reached)
-        if not variant.messages and not self._hosts:
-            columns = unit.buffer_columns
 
         def late(name: str, rows: int) -> Place:
-            if part is None:
-                return Place(name, (rows, columns), dtype, "late")
-            return Place(name, (rows, part.columns), dtype, "late")
+            return Place(name, (rows, columns if part is None else part.columns), dtype, "late")
 
         inp, out = late("inp", unit.rows), late("out", unit.received_rows)
-        parts: Parts = []
+        parts: Ranges = []
         whole_inp, whole_out = inp, out
         if part is not None:
             whole_inp = Place("part_expanded", (unit.rows, columns), dtype)
@@ -251,9 +242,9 @@ class Reductions:
                 parts.append(("decode", [Launch(Pick(part.runs), (whole_out, out))]))
         return Program.of(self._what, parts)
 
-    def _body(self, variant: Variant, inp: Place, out: Place) -> Parts:
+    def _body(self, variant: Variant, inp: Place, out: Place) -> Ranges:
         unit, info = self._unit, self._unit.info
-        parts: Parts = []
+        parts: Ranges = []
         divisor = info.world_size if variant.mean else 1
         average = out
         if self._hosts:
@@ -299,21 +290,23 @@ class Reductions:
             return
         rows, words = total.shape[0], messages.row_words
         # [q, h] is for, then from, neighbour q, about host h's row. A neighbour gets its messages
-        # for all hosts in one call of the backend. Gradients are in the order of hosts: their
-        # messages are first written where those of the neighbours will arrive.
-        encoded = Place("inside_received", (ranks * rows, words), torch.int32)
+        # for all hosts in one call of the backend. Gradients are in the order of hosts: with
+        # several, messages are first written where those of the neighbours will arrive.
+        first = "inside_received" if rows > 1 else "inside_send"
+        encoded = Place(first, (ranks * rows, words), torch.int32)
         send, received = (
             Place(name, (ranks, rows, words), torch.int32)
             for name in ("inside_send", "inside_received")
         )
-        yield from self._encode(messages.spans, inp, encoded, self._inside_encoding, Variant())
-        yield Launch(ByNeighbour(), (encoded, send))
+        yield from self._encode(self.encodings["inside"], inp, encoded, Variant())
+        if rows > 1:
+            yield Launch(ByNeighbour(), (encoded, send))
         yield Send("all-to-all", "inside", ranks, received, send, "messages_inside")
         yield Wait("messages_inside")
         for span in messages.spans:
             yield from span.segment.codec.summing(received[span.words], total[span.columns], 1)
 
-    def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Parts:
+    def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
         unit = self._unit
         begin, end = [], []
         if is_rearranged(unit):
@@ -325,21 +318,22 @@ class Reductions:
         parts = self._shot(variant, [*begin, *look], inp, out, divisor)
         return [*parts, ("decode", [*compare, *end])]
 
-    def _in_two_shots(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Parts:
+    def _in_two_shots(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
         unit, shots = self._unit, self._unit.shots
         assert shots is not None
         owners, columns, words = unit.peers, shots.gather.columns, shots.gather.row_words
         slices = Place("slices", (owners, columns), inp.dtype)
         total = Place("slice_sum", (1, columns), torch.float32)
         look, compare = self._measuring(variant, inp, out, divisor)
-        cut = Launch(self._slicing, (inp, slices))
+        slicing = slicing_of(unit)
+        cut = Launch(slicing, (inp, slices))
         parts = self._shot(variant, [*look, cut], slices, total, divisor)
         # Sums are not rounded before they are encoded. Ranks that were in lockstep in the first
         # shot are so in the second: it has no stamps.
         own = Place("sums_send", (1, words), torch.int32)
         received = Place("sums_recv", (owners, words), torch.int32)
         spans = shots.gather.spans
-        steps: list[Step] = [*self._encode(spans, total, own, self._second, Variant())]
+        steps: list[Step] = [*self._encode(self.encodings["owners"], total, own, Variant())]
         steps += [
             Send("all-gather", self._level, owners, received, own, "sums_of_slices"),
             Wait("sums_of_slices", turn=True),
@@ -347,36 +341,12 @@ class Reductions:
         wide = Place("slices", (owners, columns), torch.float32)
         for span in spans:
             steps += span.segment.codec.decoding(received[span.words], wide[span.columns])
-        steps += [Launch(replace(self._slicing, back=True, empty=()), (wide, out)), *compare]
+        steps += [Launch(replace(slicing, back=True, empty=()), (wide, out)), *compare]
         return [*parts, ("second shot", steps)]
-
-    @cached_property
-    def _slicing(self) -> Pieces:
-        """Moves elements between a shard ``[1, S]`` and its slices ``[N, C]``."""
-        unit, pieces, empty = self._unit, [], []
-        assert unit.shots is not None
-        at = column = 0
-        for cut in (cut for of_segment in unit.shots.cuts for cut in of_segment):
-            if not cut.columns:
-                continue
-            end = column + cut.length
-            full, rest = divmod(cut.columns, cut.length)
-            if full:
-                stop = at + full * cut.length
-                pieces.append((at, stop, slice(0, full), slice(column, end)))
-            if rest:
-                stop, owner = at + cut.columns, slice(full, full + 1)
-                pieces.append((stop - rest, stop, owner, slice(column, column + rest)))
-                empty.append((owner, slice(column + rest, end)))
-            used = full + (rest > 0)
-            if used < unit.peers:
-                empty.append((slice(used, unit.peers), slice(column, end)))
-            at, column = at + cut.columns, end
-        return Pieces(tuple(pieces), tuple(empty))
 
     def _shot(
         self, variant: Variant, first: Sequence[Step], inp: Place, out: Place, divisor: int
-    ) -> Parts:
+    ) -> Ranges:
         """Messages about the rows ``[D, S]`` of ``inp``, and the sum of those about this rank's
         row."""
         messages = self.messages
@@ -386,7 +356,7 @@ class Reductions:
         # Of messages that are sent in part, the end is not sent.
         stamped = variant.stamped and messages.sent is None
         stamp = [Launch(Stamp(), (self.stamp, send[tail]))] if stamped else []
-        encode = [*first, *stamp, *self._encode(self.spans, inp, send, self._first, variant)]
+        encode = [*first, *stamp, *self._encode(self._first, inp, send, variant)]
         kind = "all-gather" if messages.for_all else "all-to-all"
         exchange: list[Step] = [
             Send(kind, self._level, messages.read, received, send, "messages", messages.sent)
@@ -398,7 +368,7 @@ class Reductions:
         if sketches is not None:
             exchange.append(Wait("cells"))
         decode = [
-            step for span in self.spans for step in self._decode(span, received, out, divisor)
+            step for span in messages.spans for step in self._decode(span, received, out, divisor)
         ]
         if sketches is not None:
             decode += sketches.count()
@@ -407,51 +377,38 @@ class Reductions:
         return [("encode", encode), ("exchange", exchange), ("decode", decode)]
 
     def _encode(
-        self,
-        spans: Sequence[Span[Segment]],
-        x: Place,
-        message: Place,
-        encoding: _Encoding,
-        variant: Variant,
+        self, encoding: Encoding, x: Place, message: Place, variant: Variant
     ) -> Iterator[Step]:
         if self.sketches is not None and encoding is self._first:
             residuals = [self._residual(s.segment, encoding) for s in self.sketches.spans]
             yield from self.sketches.encode(x, message, residuals, begun=variant.begun)
-        dithered = [span for span in spans if _dithered(span)]
+        dithered, seeds = encoding.dithered, encoding.seeds
         if dithered:
-            yield Launch(Advance(SEED_STEP), (encoding.seeds,))
-        for span in spans:
-            codec = span.segment.codec
+            yield Launch(Advance(SEED_STEP), (seeds,))
+        for span in encoding.messages.spans:
+            codec, rule = span.segment.codec, span.segment.codec.feedback
             if isinstance(codec, SketchPlan):
                 continue
             part, residual = x[span.columns], self._residual(span.segment, encoding)
-            rule = codec.feedback
-            if residual is not None and _restarts(rule, variant):
+            if residual is not None and rule is not None and rule.restarts in variant.restarts:
                 yield Launch(Fill(0.0), (residual,), codec.name)
-            seeds = encoding.seeds.row(dithered.index(span)) if span in dithered else None
-            launches = codec.encoding(part, message[span.words], residual, seeds)
-            if residual is not None and _measured(rule):
-                launches = self._learning(span.segment, launches, part, residual, variant)
+            own = seeds.row(dithered.index(span)) if span in dithered else None
+            launches = codec.encoding(part, message[span.words], residual, own)
+            measured = self._starts.get(id(span.segment)) in self.shares
+            if residual is not None and measured and variant.measures:
+                launches = self._learning(span.segment, launches, part, residual)
             yield from launches
 
     def _learning(
-        self,
-        segment: Segment,
-        launches: Iterable[Launch],
-        x: Place,
-        residual: Place,
-        variant: Variant,
+        self, segment: Segment, launches: Iterable[Launch], x: Place, residual: Place
     ) -> Iterator[Launch]:
         """Launches, around which the share of what they send is measured."""
-        if not variant.measures:
-            yield from launches
-            return
         rows, columns = residual.shape
         stride, start = share_stride(rows, columns), self._starts[id(segment)]
         owed = Place("share_owed", (rows, columns // stride), torch.float64)
         yield Launch(SampleOwed(stride), (x, residual, self.share_step, owed))
         yield from launches
-        places = (residual, owed, self.share_step, self.share(start), self.weights(start))
+        places = (residual, owed, self.share_step, self.shares[start], self.weights(start))
         yield Launch(LearnShare(stride), places, segment.codec.name)
 
     def _decode(
@@ -487,12 +444,12 @@ class Reductions:
             reach = (1 + codec.overshoot) * (1.0 if rule is None else rule.gain)
             yield Launch(Saturate(reach), (wide, columns), codec.name)
 
-    def _residual(self, segment: Segment, encoding: _Encoding) -> Place | None:
+    def _residual(self, segment: Segment, encoding: Encoding) -> Place | None:
         rule = segment.codec.feedback
         if rule is None or encoding.residual is None:
             return None
         name = f"{encoding.residual}.{self._starts[id(segment)]}"
-        return Place(name, (encoding.rows, segment.columns), rule.dtype, "state")
+        return Place(name, (encoding.messages.made, segment.columns), rule.dtype, "state")
 
     def _measuring(
         self, variant: Variant, inp: Place, out: Place, divisor: int
@@ -509,36 +466,15 @@ class Reductions:
             [Launch(compare, (out, self.noise_step, own, self.noise))],
         )
 
-    def _seeds(self, stage: str, messages: MessagePlan, rows: int) -> Place:
-        segments = sum(map(_dithered, messages.spans))
-        return Place(f"seeds.{stage}", (segments, rows), torch.int32, "kept")
-
-    def _aside(self, part: Part, body: Parts) -> Parts:
+    def _aside(self, part: Part, body: Ranges) -> Ranges:
         """Preserve the feedback state of parameters that the backward did not reach: copy it
         before, and put it back after. Messages carry some of these residuals, but FSDP has no
         buffer for the result."""
-        places = {
-            place.name: place
-            for program in [Program.of(self._what, body)]
-            for place in program.places.values()
-            if place.kind == "state"
-        }
-        before: list[Step] = []
-        after: list[Step] = []
-        if self._unit.shots is not None:
-            masks = list(self._missing_slices(part, places))
-            before += self._marking(part)
-        else:
-            masks = [(place, None) for place in self._missing(part, places)]
-        for n, (place, mask) in enumerate(masks):
-            kept = Place(f"aside.{n}", place.view_shape, place.dtype)
-            before.append(Launch(Copy(), (place, kept)))
-            after.append(
-                Launch(Copy(), (kept, place))
-                if mask is None
-                else Launch(PutBack(), (mask, kept, place))
-            )
-        if self.misses_sketches(part):
+        places = Program.of(self._what, body).places
+        state = {place.name: place for place in places if place.kind == "state"}
+        misses = self.misses_sketches(part)
+        before, after = preserving(part, state, sketches=misses)
+        if misses:
             before.insert(0, Wait(COUNTING))
             after.insert(0, Wait(COUNTING))
         return [("encode", before), *body, ("decode", after)]
@@ -549,54 +485,3 @@ class Reductions:
         return self.sketches is not None and not any(
             part.reaches(span.segment) for span in self.sketches.spans
         )
-
-    def _missing(self, part: Part, places: dict[str, Place]) -> Iterator[Place]:
-        """The state of missing columns."""
-        for segment in self._unit.segments:
-            for name in (f"residual.{segment.start}", *self._owner_state(segment)):
-                if name in places:
-                    yield from (places[name][c] for c in part.missing_columns(segment))
-        if self.misses_sketches(part):
-            yield from (place for name, place in places.items() if name.startswith("sketch."))
-
-    def _owner_state(self, segment: Segment) -> Iterator[str]:
-        rule = segment.codec.feedback
-        if rule is not None and rule.owner_state is not None:
-            yield f"{rule.owner_state}.{segment.start}"
-
-    def _marking(self, part: Part) -> Iterator[Launch]:
-        """Mark missing columns in the slices: a parameter is scattered over them."""
-        missing = Place("missing", (1, self._unit.columns), self._unit.info.dtype)
-        yield Launch(Mark(part.missing_runs), (missing,))
-        yield Launch(self._slicing, (missing, self._missing_rows))
-
-    @property
-    def _missing_rows(self) -> Place:
-        assert self._unit.shots is not None
-        shape = (self._unit.peers, self._unit.shots.gather.columns)
-        return Place("missing_slices", shape, self._unit.info.dtype)
-
-    def _missing_slices(
-        self, part: Part, places: dict[str, Place]
-    ) -> Iterator[tuple[Place, Place]]:
-        """The state of slices, each with a mask."""
-        mask = self._missing_rows
-        for span, segment in zip(self.messages.segments, self._unit.segments, strict=True):
-            rows = mask[span.start : span.stop]
-            own = mask.row(OWN)[span.start : span.stop]
-            masks = {f"residual.{segment.start}": rows, f"{OWNER_RESIDUAL}.{segment.start}": own}
-            masks |= dict.fromkeys(self._owner_state(segment), own)
-            yield from ((places[name], m) for name, m in masks.items() if name in places)
-
-
-def _restarts(rule: FeedbackRule | None, variant: Variant) -> bool:
-    return rule is not None and rule.restarts in variant.restarts
-
-
-def _measured(rule: FeedbackRule | None) -> bool:
-    return isinstance(rule, LeadFeedback) and rule.lead is None
-
-
-def _dithered(span: Span[Segment]) -> bool:
-    codec = span.segment.codec
-    return isinstance(codec, QuantizedPlan) and codec.dithered

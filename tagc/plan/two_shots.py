@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 
 from tagc.codecs import Cut
+from tagc.ops.launches import Pieces
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import ParamSlice
 from tagc.plan.table import as_list, format_bytes
@@ -79,6 +80,30 @@ def why_one_shot(unit: UnitPlan) -> str | None:
     if any(param.dim != 0 for param in unit.info.params):
         return "parameters are sharded in another dimension than the first"
     return None
+
+
+def slicing_of(unit: UnitPlan) -> Pieces:
+    """Moves elements between a shard ``[1, S]`` and its slices ``[N, C]``."""
+    assert unit.shots is not None
+    pieces, empty = [], []
+    at = column = 0
+    for cut in (cut for of_segment in unit.shots.cuts for cut in of_segment):
+        if not cut.columns:
+            continue
+        end = column + cut.length
+        full, rest = divmod(cut.columns, cut.length)
+        if full:
+            stop = at + full * cut.length
+            pieces.append((at, stop, slice(0, full), slice(column, end)))
+        if rest:
+            stop, owner = at + cut.columns, slice(full, full + 1)
+            pieces.append((stop - rest, stop, owner, slice(column, column + rest)))
+            empty.append((owner, slice(column + rest, end)))
+        used = full + (rest > 0)
+        if used < unit.peers:
+            empty.append((slice(used, unit.peers), slice(column, end)))
+        at, column = at + cut.columns, end
+    return Pieces(tuple(pieces), tuple(empty))
 
 
 def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from support.distributed import as_on_nccl, on_ranks
 from support.live_bytes import stored_bytes
 from support.marks import slow
 from support.states import POLICIES, run, wrapped
-from tagc.plan import buffers_of
+from support.units import matrix_plan, reduce, unit_reducer
+from tagc.plan import Direction, buffers_of
 
 # One of each kind: what they share, others have on two ranks.
 ON_HOSTS = (
@@ -58,6 +61,28 @@ def test_a_plan_knows_its_memory_on_nccl(
     """Without the buffers in which gloo's sums arrive."""
     with as_on_nccl():
         check(rank, name, hosts, gloo=False)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("direction", ["gradients", "replicas"])
+@pytest.mark.parametrize("codec", [{"kind": "matrix"}, {"kind": "quantized"}], ids=str)
+def test_buffers_of_segments_of_several_sizes(
+    rank: int, world_size: int, codec: dict[str, Any], direction: Direction
+) -> None:
+    """The largest counts, not the last; and a slice of every dtype."""
+    feedback = {"kind": "residual", "lead": 0.8}
+    plan = matrix_plan(world_size, codec, feedback, torch.bfloat16, direction)
+    reducer = unit_reducer(plan)
+    reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
+    found = reducer.store.workspace._buffers
+    sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
+    expected: dict[tuple[str, torch.dtype], int] = {}
+    for buffer, dtype, numel in buffers_of(plan, gloo=True):
+        expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
+    assert sizes == expected
+    generation = reducer.store.workspace.generation
+    reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
+    assert reducer.store.workspace.generation == generation
 
 
 def check(rank: int, name: str, hosts: int | None, *, gloo: bool = True) -> None:

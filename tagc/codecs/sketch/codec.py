@@ -148,7 +148,7 @@ class Sketches:
     """
 
     def __init__(
-        self, spans: Sequence[Span[Any]], *, rows: int, ranks: int, level: Level, all_: bool
+        self, spans: Sequence[Span[Any]], *, rows: int, ranks: int, level: Level, for_all: bool
     ) -> None:
         """Name the tensors.
 
@@ -156,11 +156,11 @@ class Sketches:
             rows: rows ``D`` that a rank encodes.
             ranks: ranks ``W`` that encode.
             level: the level on which they send each other messages.
-            all_: whether all ranks decode the same row.
+            for_all: whether all ranks decode the same row.
         """
         self.spans, self._rows, self._ranks = spans, rows, ranks
         self._level: Level = level
-        self._for_all = all_
+        self._for_all = for_all
         self._plans: list[SketchPlan] = [span.segment.codec for span in spans]
         n = len(spans)
         self.supports: dict[int, Support] = {}
@@ -178,7 +178,7 @@ class Sketches:
         self._counts = Place("sketch.counts", (n, rows, COUNTS), torch.int32)
         self._stats = Place("sketch.stats", (n, 2), torch.int32)
         self._cells = Place("cells_send", (rows, cells), torch.int32)
-        self._sum = self._cells if all_ else Place("cells_sum", (1, cells), torch.int32)
+        self._sum = self._cells if for_all else Place("cells_sum", (1, cells), torch.int32)
         # A choice needs its own threshold: the agreed one controls what all ranks send together.
         shared = len(self.supports)
         self._chosen = Place("sketch.chosen", (shared, rows, COUNTS), torch.int32, "state")
