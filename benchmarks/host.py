@@ -37,11 +37,19 @@ _LAYERS, _SETTLE = 32, 10
 _CPU = torch.device("cpu")
 
 
+class _Driver:
+    """Triton's driver for a device with one stream."""
+
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
 def measure(policy: str, steps: int) -> Record:
     """Medians of some steps of one of 8 ranks, 33 units."""
     from triton.runtime.jit import JITFunction
 
     ops = importlib.import_module("tagc.triton_kernels.ops")
+    recorded = importlib.import_module("tagc.triton_kernels.recorded")
     spent, started = 0.0, 0
 
     def timing(original: Any) -> Any:
@@ -55,15 +63,30 @@ def measure(policy: str, steps: int) -> Record:
 
         return call
 
-    def start_nothing(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    class Idle:
+        """A compiled kernel that does nothing."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.start
+
+        @staticmethod
+        def start(*arguments: Any, stream: int) -> None:
+            nonlocal started
+            started += 1
+
+    idle = Idle()
+
+    def start_nothing(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Idle:
         nonlocal started
         started += 1
+        return idle
 
     with alone(8), ExitStack() as stack:
         # Functions: a mock's own `return_value` would take as long as what is measured.
         for place, name, instead in (
             (transport, "_is_gloo", lambda *_: False),
             (JITFunction, "run", start_nothing),
+            (recorded, "active_driver", lambda: _Driver),
             (collectives, "get_ops", lambda *_: ops),
             (CustomAllGather, "__call__", timing(CustomAllGather.__call__)),
             (CustomReduceScatter, "__call__", timing(CustomReduceScatter.__call__)),

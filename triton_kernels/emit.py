@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .jit import jit, tl
+from .jit import jit, tl, torch_call
 from .scalar import narrow_finite, widen
 from .scatter import scatter
 from .scratch import buffer
@@ -96,7 +96,7 @@ def emit(
     Args:
         counted: whether the kept groups are already counted.
     """
-    cells.zero_()
+    torch_call(Tensor.zero_, cells)
     if layout.numel == 0:
         return
     W = grad.shape[0]

@@ -9,15 +9,32 @@ a step are compiled before the first step, with tensors that need no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
+from triton import knobs
+from triton.runtime import driver
 
 _COMPILING_ONLY: ContextVar[bool] = ContextVar("compiling_only", default=False)
+_RECORD: ContextVar[list[Call] | None] = ContextVar("record", default=None)
 _Function: Any = triton.JITFunction
+INTERPRETED: bool = knobs.runtime.interpret
+
+
+class Call(NamedTuple):
+    """A launch, or a function of torch's.
+
+    Attributes:
+        start: takes the arguments, and of a launch the keyword ``stream``.
+    """
+
+    start: Callable[..., object]
+    arguments: tuple[Any, ...]
+    launch: bool
 
 
 class Kernel(_Function):
@@ -27,7 +44,41 @@ class Kernel(_Function):
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         """See :meth:`triton.JITFunction.run`."""
         warmup = warmup or _COMPILING_ONLY.get()
-        return super().run(*args, grid=grid, warmup=warmup, **options)
+        compiled = super().run(*args, grid=grid, warmup=warmup, **options)
+        record = _RECORD.get()
+        if record is not None and not warmup:
+            signature = inspect.signature(self.fn)
+            known = {k: v for k, v in options.items() if k in signature.parameters}
+            bound = signature.bind(*args, **known)
+            bound.apply_defaults()
+            start = compiled[(*grid, 1, 1)[:3]]
+            record.append(Call(start, tuple(bound.arguments.values()), launch=True))
+        return compiled
+
+
+def torch_call(function: Callable[..., object], *args: Any) -> None:
+    """Call a function of torch's between launches."""
+    function(*args)
+    record = _RECORD.get()
+    if record is not None and not _COMPILING_ONLY.get():
+        record.append(Call(function, args, launch=False))
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """In this context, on this thread, launches and :func:`torch_call` are listed."""
+    token = _RECORD.set([])
+    try:
+        listed = _RECORD.get()
+        assert listed is not None
+        yield listed
+    finally:
+        _RECORD.reset(token)
+
+
+def active_driver() -> Any:
+    """Triton's driver for the device."""
+    return driver.active
 
 
 @contextmanager

@@ -9,8 +9,12 @@ device of their tensors, see :mod:`.device`.
 Messages, residuals and outputs have the same bits as those of the reference on a CPU.
 """
 
+import sys
+from typing import Any
+
 from .dequantize import dequantize
-from .jit import compiling_only
+from .fingerprint import fingerprint
+from .jit import INTERPRETED, compiling_only
 from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
@@ -22,6 +26,7 @@ from .prepare import (
     prepare_thresholds,
 )
 from .quantize import quantize
+from .recorded import Recorded
 from .scratch import release
 from .sketch import decode, encode, insert, peel, select
 from .thresholds import steer
@@ -32,6 +37,7 @@ __all__ = [
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "fingerprint",
     "insert",
     "peel",
     "prepare",
@@ -41,8 +47,21 @@ __all__ = [
     "prepare_thresholds",
     "quantize",
     "quantize_matrix",
+    "recorded",
     "release",
     "select",
     "steer",
     "undo_lag",
 ]
+
+
+class _Recorded:
+    """Operators that are :class:`.recorded.Recorded`, each time they are looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Recorded(globals()[name])
+
+
+def recorded() -> Any:
+    """See :meth:`tagc.ops.DeviceOps.recorded`. Triton's interpreter compiles nothing."""
+    return sys.modules[__name__] if INTERPRETED else _Recorded()

@@ -17,7 +17,7 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .hashing import cell_at, hash_of
-from .jit import jit, tl
+from .jit import jit, tl, torch_call
 from .scratch import buffer
 from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
 from .table import listing_programs
@@ -59,7 +59,7 @@ def insert_symbols(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
     """Write ``cells``, see :meth:`tagc.ops.sketch.SketchOps.insert`."""
-    cells.zero_()
+    torch_call(Tensor.zero_, cells)
     if layout.groups == 0:
         return
     programs = listing_programs(layout.words, 1)

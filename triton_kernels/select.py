@@ -27,7 +27,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .direct import Direct, arguments, stride
-from .jit import jit, tl
+from .jit import jit, tl, torch_call
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
 from .sizes import cdiv
 from .symbols import clips, restore, send
@@ -155,8 +155,8 @@ def select(
             off is added.
     """
     if poison is not None:
-        poison.zero_()
-    counts.zero_()
+        torch_call(Tensor.zero_, poison)
+    torch_call(Tensor.zero_, counts)
     W, numel = grad.shape
     if numel == 0:
         return

@@ -22,6 +22,7 @@ from .direct import Direct, in_one_pass
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
+from .jit import torch_call
 from .keys import count_keys
 from .peel import peel_table
 from .scatter import insert_symbols
@@ -88,9 +89,9 @@ def select(
     select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
     trim(x, None, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
     if capacity < layout.groups:
-        torch.clamp(counts[:, ABOVE], max=capacity, out=counts[:, KEPT])
+        torch_call(_clamp, counts[:, ABOVE], capacity, counts[:, KEPT])
     else:
-        counts[:, KEPT].copy_(counts[:, NONZERO])
+        torch_call(Tensor.copy_, counts[:, KEPT], counts[:, NONZERO])
 
 
 @on_device_of("cells")
@@ -141,3 +142,7 @@ def peel(
         peel_table(seed, seed, symbols, table, layout=layout, divisor=1, raw=True)
     expand(cells, symbols, stuck, table, layout=layout)
     return symbols, stuck.view(torch.bool)
+
+
+def _clamp(x: Tensor, most: int, out: Tensor) -> None:
+    torch.clamp(x, max=most, out=out)

@@ -30,7 +30,7 @@ from torch import Tensor
 from .digits import PUT_OFF, SECOND, THIRDS, TIES, prefix
 from .direct import Direct, arguments, stride
 from .gather import load_groups
-from .jit import jit, tl
+from .jit import jit, tl, torch_call
 from .narrow import narrow
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
@@ -227,7 +227,9 @@ def cleared_histograms(grad: Tensor, index: Tensor, layout: Hashable) -> Tensor:
     W, words = index.shape
     programs = min(cdiv(_PROGRAMS, W), cdiv(words, _WORDS))
     shape = (W, TIES.value + programs)
-    return buffer("histograms", shape, torch.int32, grad.device, layout).zero_()
+    histograms = buffer("histograms", shape, torch.int32, grad.device, layout)
+    torch_call(Tensor.zero_, histograms)
+    return histograms
 
 
 def put_off_of(histograms: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tagc.basics.profiled import profiled, profiling
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
-from tagc.ops import Ops
+from tagc.ops import Ops, compiles_ahead
 from tagc.ops.program import Collective, Launch, Level, Operator, Place, Program, Send, Step
 
 _NOTHING = nullcontext()
@@ -115,6 +115,8 @@ class Replay:
             own: what stands for :data:`tagc.ops.program.OWN`.
         """
         self.program, self._store, self._lockstep = program, store, lockstep
+        if compiles_ahead(ops) and store.device.type != "meta":
+            ops = ops.recorded()
         self._transports = [transports[level] for level in program.levels]
         self._by_level = transports
         self._own = own

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 # Coprime, so no two places within their product have the same weights in both sums.
-_WIDTHS = (1024, 1021)
+WIDTHS = (1024, 1021)
+REST_SHIFT = 17
+
+
+class FingerprintOps(Protocol):
+    """Fingerprints of shards."""
+
+    def fingerprint(
+        self, x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None
+    ) -> None:
+        """Take a fingerprint, or compare it with an earlier one.
+
+        Args:
+            x: ``[n]``, contiguous, of 2 or 4 bytes an element.
+            sums: ``[3]`` int64 zeros, which a kernel uses, and leaves as zeros.
+            before: ``[2]`` int64: where to write :func:`fingerprint`, or the earlier one.
+            changed: boolean, ``[1]``: set to whether they differ.
+        """
+        ...
+
+
+def take_fingerprint(
+    x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None
+) -> None:
+    """See :meth:`FingerprintOps.fingerprint`."""
+    now = fingerprint(x)
+    if changed is None:
+        before.copy_(now)
+    else:
+        torch.any(now != before, 0, keepdim=True, out=changed)
 
 
 def fingerprint(values: Tensor) -> Tensor:
@@ -28,14 +58,14 @@ def fingerprint(values: Tensor) -> Tensor:
     words = values[:whole].view(torch.int64)
     rest = values[whole:].view({2: torch.int16, 4: torch.int32}[values.element_size()])
     # Past the second width's columns the weights are zero, whatever the memory holds.
-    columns = torch.empty(2, _WIDTHS[0], dtype=torch.int64, device=values.device)
-    for i, width in enumerate(_WIDTHS):
+    columns = torch.empty(2, WIDTHS[0], dtype=torch.int64, device=values.device)
+    for i, width in enumerate(WIDTHS):
         _add_columns(words, columns[i, :width])
     sums = (columns * _weights(values.device)).sum(1)
     if rest.numel():
         # Each of the last few elements gets its own word.
         places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
-        sums += ((rest.to(torch.int64) << 17) * places).sum()
+        sums += ((rest.to(torch.int64) << REST_SHIFT) * places).sum()
     return sums
 
 
@@ -53,7 +83,7 @@ def _add_columns(words: Tensor, columns: Tensor) -> None:
 def _weights(device: torch.device) -> Tensor:
     """On a GPU every small tensor that is made in a step is a launch."""
     with torch.inference_mode(False):
-        weights = torch.zeros(2, _WIDTHS[0], dtype=torch.int64, device=device)
-        for i, width in enumerate(_WIDTHS):
+        weights = torch.zeros(2, WIDTHS[0], dtype=torch.int64, device=device)
+        for i, width in enumerate(WIDTHS):
             weights[i, :width] = torch.arange(1, 2 * width + 1, 2, device=device)
         return weights

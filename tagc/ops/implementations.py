@@ -13,6 +13,7 @@ import torch
 
 from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
+from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
 from tagc.ops.sketch import SketchOps
@@ -27,7 +28,7 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, FingerprintOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:
@@ -42,6 +43,11 @@ class DeviceOps(Ops, Protocol):
     def compiling_only(self) -> AbstractContextManager[None]:
         """In this context, operators compile their kernels and do not run them. Call them with
         tensors on the device ``meta`` with the shapes, strides and offsets of a step."""
+        ...
+
+    def recorded(self) -> Ops:
+        """Operators for a program, which calls each again and again with the same layouts: one that
+        is looked up here records its launches in the first call, and starts them in later ones."""
         ...
 
 

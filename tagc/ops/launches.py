@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.fingerprint import fingerprint
 from tagc.ops.implementations import Ops
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.program import Operator, Place
@@ -243,10 +242,14 @@ class SeedsOf(Operator):
 
 @dataclass(frozen=True)
 class Fingerprint(Operator):
-    """``(x [1, n], print [2] int64)``. See :func:`tagc.ops.fingerprint.fingerprint`."""
+    """``(x [1, n], sums [3] int64, before [2] int64)``, and ``changed`` to compare. See
+    :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
 
-    def run(self, x: Tensor, print_: Tensor) -> None:
-        print_.copy_(fingerprint(x[0]))
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return ops.fingerprint
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return tensor[0] if argument == 0 else tensor.view(1) if argument == 3 else tensor
 
 
 @dataclass(frozen=True)

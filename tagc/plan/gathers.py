@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from tagc.ops.launches import ClearUnchanged, Copy, Differ, Fingerprint, Subtract
+from tagc.ops.launches import ClearUnchanged, Copy, Fingerprint, Subtract
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.plan.messages import Segment
 from tagc.plan.unit_plan import UnitPlan
@@ -44,7 +44,7 @@ class Gathers:
         self._out = Place("out", (info.world_size, unit.columns), info.dtype, "late")
         self._send = Place("parameters_send", (1, unit.messages.row_words), torch.int32)
         self.changed = Place("changed", (), torch.bool, "kept")
-        self._now = Place("fingerprint_now", (2,), torch.int64)
+        self._sums = Place("fingerprint_sums", (3,), torch.int64, "kept")
         self.fingerprint = Place("fingerprint", (2,), torch.int64, "state")
         self.copy = Place("copy", (unit.peers, unit.columns), info.dtype, "state")
         self.unfit: dict[Segment, Place] = {}
@@ -148,11 +148,11 @@ class Gathers:
         return Place("parameters_recv", shape, torch.int32)
 
     def _note(self) -> Iterator[Launch]:
-        yield Launch(Fingerprint(), (self._inp, self.fingerprint))
+        yield Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint))
 
     def _compare(self) -> Iterator[Launch]:
-        yield Launch(Fingerprint(), (self._inp, self._now))
-        yield Launch(Differ(), (self._now, self.fingerprint, self.changed))
+        places = (self._inp, self._sums, self.fingerprint, self.changed)
+        yield Launch(Fingerprint(), places)
 
     def _encode(self, x: Place) -> Iterator[Launch]:
         for segment, columns, words in self._spans:

@@ -14,7 +14,7 @@ from tagc.ops import Ops
 
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
-    "encode", "select", "decode", "insert", "peel", "undo_lag", "steer",
+    "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
 )  # fmt: skip
 # Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8

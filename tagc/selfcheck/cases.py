@@ -216,6 +216,19 @@ def _undo_lag(m: Maker) -> Case:
     return m.case(tensors, ["sent", "out"])
 
 
+def _fingerprint(m: Maker) -> Case:
+    n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
+    x = m.values(n, dtype=m.call.dtype("x"))
+    sums, before = (torch.zeros(k, dtype=torch.int64, device="cpu") for k in (3, 2))
+    tensors: dict[str, Tensor | None] = {"x": x, "sums": sums, "before": before, "changed": None}
+    if m.call.given("changed") is None:
+        return m.case(tensors, ["sums", "before"])
+    m.reference.fingerprint(x, sums, before)
+    tensors["changed"] = torch.ones(1, dtype=torch.bool, device="cpu")
+    x[-1:].neg_()
+    return m.case(tensors, ["sums", "changed"])
+
+
 def _steer(m: Maker) -> Case:
     segments, destinations = m.call.rows
     # More than one program has threads for.
@@ -251,6 +264,7 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "dequantize_matrix": _dequantize_matrix,
     "undo_lag": _undo_lag,
     "steer": _steer,
+    "fingerprint": _fingerprint,
     "encode": _encode,
     "select": _select,
     "decode": _decode,

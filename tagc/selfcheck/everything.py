@@ -40,6 +40,7 @@ def every_call() -> Iterator[Call]:
     for dtype in _GRADIENTS:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
+        yield from fingerprint_calls(dtype)
     for shape in ((1, 1), (2, 8)):
         yield steer_call(*shape)
     # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
@@ -77,6 +78,13 @@ def steer_call(segments: int, destinations: int) -> Call:
     floats = ("target", "max_boost", "scale", "state")
     tensors = (("counts", _I32), *((name, _F32) for name in floats))
     return Call("steer", (segments, destinations), tensors, ())
+
+
+def fingerprint_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """The calls that notice changed parameters."""
+    for changed in (None, torch.bool):
+        tensors = (("x", dtype), ("sums", torch.int64), ("before", torch.int64))
+        yield Call("fingerprint", (), (*tensors, ("changed", changed)), (), 0)
 
 
 def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:

@@ -73,6 +73,7 @@ def ran(body: str, **options: int) -> list[int]:
         ("lop3.b32 %r1, 12, 10, 9, 0x96;", 12 ^ 10 ^ 9),
         ("mul.hi.u32 %r1, -1, -1;", 0xFFFFFFFE),
         ("mul.hi.s32 %r1, -1, 2;", 0xFFFFFFFF),
+        ("mul.hi.u64 %rd4, -1, -3;\ncvt.u32.u64 %r1, %rd4;", 0xFFFFFFFC),
         ("div.s32 %r1, -7, 2;", 0xFFFFFFFD),
         ("rem.s32 %r1, -7, 2;", 0xFFFFFFFF),
         ("min.f32 %r1, 0f80000000, 0f00000000;", 0x80000000),

@@ -28,7 +28,7 @@ MATRIX = {
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
     "dequantize_groups_kernel",
 }  # fmt: skip
-OTHERS = {"undo_lag_kernel", "steer_kernel"}
+OTHERS = {"undo_lag_kernel", "steer_kernel", "fingerprint_kernel"}
 KERNELS = SKETCH | BLOCKS | MATRIX | OTHERS
 
 
@@ -99,6 +99,12 @@ def lag(out, numel=1 << 14) -> None:
     ops.undo_lag(sum_, sent, torch.empty(numel, dtype=out), torch.empty(2))
 
 
+def fingerprints(x, numel=1 << 14) -> None:
+    sums, before = (torch.zeros(k, dtype=torch.int64) for k in (3, 2))
+    for changed in (None, torch.empty(1, dtype=torch.bool)):
+        ops.fingerprint(torch.empty(numel, dtype=x), sums, before, changed)
+
+
 def thresholds(segments, destinations) -> None:
     counts = torch.empty(segments, destinations, 4, dtype=torch.int32)
     numbers = [torch.empty(segments) for _ in range(3)]
@@ -162,6 +168,7 @@ def compile_all(
         matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
         for dtype in (F32, BF16, F16):
             lag(dtype)
+            fingerprints(dtype)
         for shape in ((1, 1), (2, 8)):
             thresholds(*shape)
     return found

@@ -24,6 +24,7 @@ from tagc.selfcheck.everything import (
     block_calls,
     dithered_call,
     encoder_calls,
+    fingerprint_calls,
     lag_call,
     matrix_calls,
     steer_call,
@@ -280,6 +281,12 @@ def _others() -> Iterator[Trial]:
             for n, kind in zip((0, 1, 31, 2048, 5003, 6144), kinds, strict=True)
         ]
         yield Trial(_name("lag", dtype), tuple(calls))
+        calls = [
+            (call, Inputs(kind=kind, elements=n))
+            for n, kind in zip((0, 1, 7, 4096, 5003, 9001), kinds, strict=True)
+            for call in fingerprint_calls(dtype)
+        ]
+        yield Trial(_name("fingerprint", dtype), tuple(calls))
     shapes = ((1, 1), (2, 8), (3, 5), (7, 37), (43, 3), (8, 16))
     for parity in (0, 1):
         steered = [(steer_call(*shape), Inputs(seed=seed)) for shape in shapes for seed in (0, 1)]

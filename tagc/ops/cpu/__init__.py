@@ -20,12 +20,14 @@ from tagc.ops.cpu.sketch import (
     select,
 )
 from tagc.ops.cpu.thresholds import prepare_thresholds, steer
+from tagc.ops.fingerprint import take_fingerprint as fingerprint
 
 __all__ = [
     "decode",
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "fingerprint",
     "insert",
     "peel",
     "prepare",

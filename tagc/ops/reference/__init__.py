@@ -1,5 +1,6 @@
 """Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
+from tagc.ops.fingerprint import take_fingerprint as fingerprint
 from tagc.ops.reference.blocks import (
     dequantize,
     prepare_blocks,
@@ -26,6 +27,7 @@ __all__ = [
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "fingerprint",
     "insert",
     "peel",
     "prepare",

@@ -53,14 +53,23 @@ def products(i: Instruction) -> Step:
     def product(x, y):
         if "lo" in i.parts:
             return x * y
+        if bits == 64:
+            return bits_of(_high_half(x.view(np.uint64), y.view(np.uint64)))
         whole = x.view(number).astype(big) * y.view(number).astype(big)
         return bits_of(whole if "wide" in i.parts else (whole >> big(bits)).astype(number))
 
-    need(bits <= 32 or "lo" in i.parts, "the high half of 64 bits")
+    need(bits <= 32 or "lo" in i.parts or number is np.uint64, "the high half, with signs")
     need(len({"lo", "hi", "wide"} & {*i.parts}) == 1, "which half")
     if i.base == "mul":
         return calculation(i, product, bits, bits)
     return calculation(i, lambda x, y, z: product(x, y) + z, bits, bits, out)
+
+
+def _high_half(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b, c, d = x >> half, x & low, y >> half, y & low
+    middle = (b * d >> half) + (a * d & low) + b * c
+    return a * c + (a * d >> half) + (middle >> half)
 
 
 def _quotient(i: Instruction) -> Step:

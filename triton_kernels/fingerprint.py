@@ -1,0 +1,77 @@
+"""Fingerprint: weighted sums over the bits of a shard, compared with earlier ones, in one launch.
+
+Programs add their parts of both sums to ``sums``; integers have the same sum in any order. The last
+one, by a counter, takes the result, and leaves zeros for the next launch. See
+:mod:`tagc.ops.fingerprint` for the weights.
+
+Worked example (float32): the elements with the bits 1 and 0, then 2, are the word 1 and a rest. The
+sums are both 1 * 1 + (2 << 17) * 1 = 262145.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagc.ops.fingerprint import REST_SHIFT, WIDTHS
+
+from .device import on_device_of
+from .jit import constant, jit, tl
+from .sizes import cdiv
+
+# Words of 8 bytes: 16 elements a thread, whose sums take 64 registers.
+_TILE, _WARPS = 1024, 8
+_PROGRAMS = 1056
+_FIRST, _SECOND = constant(WIDTHS[0]), constant(WIDTHS[1])
+_SHIFT = constant(REST_SHIFT)
+
+
+@jit
+def fingerprint_kernel(
+    x, sums, before, changed, words, rest, programs,
+    TILE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    BITS: tl.constexpr = 64 // LANES
+    MASK: tl.constexpr = (1 << BITS) - 1
+    pid = tl.program_id(0)
+    first = tl.zeros([TILE, LANES], tl.int64)
+    second = tl.zeros([TILE, LANES], tl.int64)
+    lane = tl.arange(0, LANES)[None, :]
+    for tile in range(pid, tl.cdiv(words, TILE), programs):
+        word = tile * TILE + tl.arange(0, TILE)[:, None]  # of a shard below 16 GiB
+        at = word.to(tl.int64) * LANES + lane
+        bits = tl.load(x + at, mask=word < words, other=0).to(tl.int64)
+        part = (bits & MASK) << (lane * BITS)
+        first += part * (2 * (word % _FIRST) + 1)
+        second += part * (2 * (word % _SECOND) + 1)
+    total_first, total_second = tl.sum(first), tl.sum(second)
+    if pid == 0:
+        bits = tl.load(x + words * LANES + lane, mask=lane < rest, other=0).to(tl.int64)
+        left = tl.sum((bits << _SHIFT) * (2 * lane + 1))
+        total_first += left
+        total_second += left
+    tl.atomic_add(sums, total_first)
+    tl.atomic_add(sums + 1, total_second)
+    if tl.atomic_add(sums + 2, 1) == programs - 1:
+        total_first = tl.atomic_xchg(sums, 0)
+        total_second = tl.atomic_xchg(sums + 1, 0)
+        tl.atomic_xchg(sums + 2, 0)
+        if changed is None:
+            tl.store(before, total_first)
+            tl.store(before + 1, total_second)
+        else:
+            same = (total_first == tl.load(before)) & (total_second == tl.load(before + 1))
+            tl.store(changed, (same ^ 1).to(tl.int8))
+
+
+@on_device_of("x")
+def fingerprint(x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None) -> None:
+    """See :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
+    lanes = 8 // x.element_size()
+    words, rest = divmod(x.numel(), lanes)
+    programs = max(1, min(_PROGRAMS, cdiv(words, _TILE)))
+    fingerprint_kernel[(programs,)](
+        x.view(torch.int16 if lanes == 4 else torch.int32), sums, before,
+        None if changed is None else changed.view(torch.int8), words, rest, programs,
+        TILE=_TILE, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
