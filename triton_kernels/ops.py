@@ -9,8 +9,7 @@ device of their tensors, see :mod:`.device`.
 Messages, residuals and outputs have the same bits as those of the reference on a CPU.
 """
 
-import sys
-from typing import Any
+from collections.abc import Callable
 
 from .dequantize import dequantize
 from .fingerprint import fingerprint
@@ -55,13 +54,6 @@ __all__ = [
 ]
 
 
-class _Recorded:
-    """Operators that are :class:`.recorded.Recorded`, each time they are looked up."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Recorded(globals()[name])
-
-
-def recorded() -> Any:
+def recorded(operator: Callable[..., object]) -> Recorded | None:
     """See :meth:`tagc.ops.DeviceOps.recorded`. Triton's interpreter compiles nothing."""
-    return sys.modules[__name__] if INTERPRETED else _Recorded()
+    return None if INTERPRETED else Recorded(operator)

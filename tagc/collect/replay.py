@@ -15,6 +15,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.ops import Ops, compiles_ahead
+from tagc.ops.implementations import RecordedLaunches
 from tagc.ops.program import Collective, Launch, Level, Operator, Place, Program, Send, Step
 
 _NOTHING = nullcontext()
@@ -84,6 +85,7 @@ class _Late(NamedTuple):
         arguments, place: the arguments of a call, and which of them it is.
         name, index: the tensor's name, and the view of it.
         adapted: see :meth:`tagc.ops.program.Operator.adapted`; None if it changes nothing.
+        recorded: the call, if it can start recorded launches and then needs no view.
     """
 
     arguments: list[Any]
@@ -91,6 +93,7 @@ class _Late(NamedTuple):
     name: str
     index: tuple[Any, ...]
     adapted: Callable[[Tensor], Tensor] | None
+    recorded: RecordedLaunches | None
 
 
 class Replay:
@@ -115,12 +118,14 @@ class Replay:
             own: what stands for :data:`tagc.ops.program.OWN`.
         """
         self.program, self._store, self._lockstep = program, store, lockstep
-        if compiles_ahead(ops) and store.device.type != "meta":
-            ops = ops.recorded()
         self._transports = [transports[level] for level in program.levels]
         self._by_level = transports
         self._own = own
         self._late: list[_Late] = []
+        # Operators that start recorded launches on late tensors: the names of these, by number of
+        # the argument; and the tensors' addresses in the last run.
+        self._moving: list[tuple[RecordedLaunches, dict[int, str]]] = []
+        self._addresses: dict[str, int] = {}
         store.declare(*program.places)
         sends = program.sends
         sums = [s.scratch for s in sends if transports[s.level].adds_itself(store.device)]
@@ -168,9 +173,16 @@ class Replay:
         Raises:
             RuntimeError: see :meth:`run`.
         """
-        for arguments, i, name, index, adapted in self._late:
-            view = late[name][index] if index else late[name]
-            arguments[i] = view if adapted is None else adapted(view)
+        addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
+        if addresses != self._addresses:
+            for recorded, names in self._moving if self._addresses else ():
+                moved = {i: addresses[n] - self._addresses[n] for i, n in names.items()}
+                recorded.move(moved)
+            self._addresses = addresses
+        for arguments, i, name, index, adapted, recorded in self._late:
+            if recorded is None or not recorded.ready:
+                view = late[name][index] if index else late[name]
+                arguments[i] = view if adapted is None else adapted(view)
         call: _Call | None = None
         label = self._lockstep.label if profiling() else None
         try:
@@ -194,10 +206,20 @@ class Replay:
         """A step as a call, without tensors that come late."""
         arguments: list[Any] = []
         if isinstance(step, Launch):
+            function, recorded = step.operator.bound(ops, self._own), None
+            device = self._store.device
+            if step.operator.launches and compiles_ahead(ops) and device.type != "meta":
+                recorded = ops.recorded(function)
             for i, place in enumerate(step.places):
                 adapted = None if place is None else _adapting(step.operator, i, place)
-                arguments.append(self._argument(arguments, i, place, adapted))
-            return _Call(step, step.operator.bound(ops, self._own), arguments)
+                arguments.append(self._argument(arguments, i, place, adapted, recorded))
+            if recorded is None:
+                return _Call(step, function, arguments)
+            late = enumerate(step.places)
+            names = {i: p.name for i, p in late if p is not None and p.kind == "late"}
+            if names:
+                self._moving.append((recorded, names))
+            return _Call(step, recorded, arguments)
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight
@@ -209,7 +231,7 @@ class Replay:
                 flights[flight] = starts(transport, step, out, inp, scratch)
 
             for i, place in enumerate((step.out, step.inp)):
-                arguments.append(self._argument(arguments, i, place, None))
+                arguments.append(self._argument(arguments, i, place))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight], step.turn)
 
@@ -218,13 +240,14 @@ class Replay:
         arguments: list[Any],
         i: int,
         place: Place | None,
-        adapted: Callable[[Tensor], Tensor] | None,
+        adapted: Callable[[Tensor], Tensor] | None = None,
+        recorded: RecordedLaunches | None = None,
     ) -> Tensor | None:
         if place is None:
             return None
         index = place.index(self._own)
         if place.kind == "late":
-            self._late.append(_Late(arguments, i, place.name, index, adapted))
+            self._late.append(_Late(arguments, i, place.name, index, adapted, recorded))
             return None
         view = self._store.take(place)[index]
         return view if adapted is None else adapted(view)

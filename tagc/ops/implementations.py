@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol, TypeGuard, cast
 
 import torch
+from torch import Tensor
 
 from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
@@ -36,6 +38,22 @@ class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, FingerprintOps, 
         ...
 
 
+class RecordedLaunches(Protocol):
+    """Launches of an operator whose tensors have the same shapes, strides and dtypes in every call.
+
+    Attributes:
+        ready: whether the next call starts what is recorded, whatever its arguments.
+    """
+
+    ready: bool
+
+    def __call__(self, *tensors: Tensor | None) -> None: ...
+
+    def move(self, by: Mapping[int, int]) -> None:
+        """Note that tensors have moved since the last call, by number of the argument, in bytes."""
+        ...
+
+
 class DeviceOps(Ops, Protocol):
     """Operators for a device on which the tests of this project have not run. They can be compiled
     ahead, and :mod:`tagc.selfcheck` checks them on the device."""
@@ -45,9 +63,9 @@ class DeviceOps(Ops, Protocol):
         tensors on the device ``meta`` with the shapes, strides and offsets of a step."""
         ...
 
-    def recorded(self) -> Ops:
-        """Operators for a program, which calls each again and again with the same layouts: one that
-        is looked up here records its launches in the first call, and starts them in later ones."""
+    def recorded(self, operator: Callable[..., object]) -> RecordedLaunches | None:
+        """An operator for one place in a program: its first call records launches, later ones start
+        them. None if there is nothing to record."""
         ...
 
 

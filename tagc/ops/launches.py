@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from tagc.ops.program import Operator, Place
 class Quantize(Operator):
     """``(x, residual or None, message)``, with ``dithered`` also ``seeds``. See
     :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+
+    launches: ClassVar[bool] = True
 
     layout: BlockLayout
     average: float = 0.0
@@ -42,6 +45,8 @@ class Quantize(Operator):
 @dataclass(frozen=True)
 class QuantizeMatrix(Operator):
     """``(x, residual or None, message)``. See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+
+    launches: ClassVar[bool] = True
 
     layout: MatrixLayout
     average: float = 0.0
@@ -65,6 +70,8 @@ class _Decodes(Operator):
         divisor: divides sums; None for no sums.
         add: whether decoded values are added to the rows.
     """
+
+    launches: ClassVar[bool] = True
 
     divisor: int | None = None
     add: bool = False
@@ -245,6 +252,8 @@ class Fingerprint(Operator):
     """``(x [1, n], sums [3] int64, before [2] int64)``, and ``changed`` to compare. See
     :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
 
+    launches: ClassVar[bool] = True
+
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return ops.fingerprint
 
@@ -304,6 +313,8 @@ class Divide(Operator):
 class UndoLag(Operator):
     """``(decoded [1, n], sent [1, n], out [1, n], weights [2])``. See
     :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+
+    launches: ClassVar[bool] = True
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return ops.undo_lag

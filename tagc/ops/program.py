@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -100,7 +100,13 @@ def _indexed(index: Index, own: int) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with its options, which are the fields of a subclass."""
+    """An operator with its options, which are the fields of a subclass.
+
+    Attributes:
+        launches: whether it does nothing but launch operators of an implementation.
+    """
+
+    launches: ClassVar[bool] = False
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         """The function that takes the launch's tensors, such as one of an implementation.
@@ -256,7 +262,7 @@ class Program:
         """Bytes that a rank sends on these levels."""
         return sum(s.bytes for s in self.sends if s.level in levels)
 
-    @property
+    @cached_property
     def sends(self) -> tuple[Send, ...]:
         """The collectives that it starts."""
         return tuple(s for s in self.steps if isinstance(s, Send))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class EncodeSketch(Operator):
     """``(x, residual or None, threshold, step, seed, index, cells, counts, support or None)``. See
     :meth:`tagc.ops.sketch.SketchOps.encode`."""
 
+    launches: ClassVar[bool] = True
+
     layout: SketchLayout
     levels: int
     capacity: int
@@ -87,6 +89,8 @@ class DecodeSketch(Operator):
         for_all: whether all ranks decode the same. Then only the first adds what it could not
             decode to its residual.
     """
+
+    launches: ClassVar[bool] = True
 
     layout: SketchLayout
     divisor: int
