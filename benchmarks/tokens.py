@@ -94,18 +94,18 @@ def main() -> int:
     except ImportError:
         print("this needs the package tokenizers: pip install tokenizers", file=sys.stderr)
         return 2
-    said = texts(args.folders, args.megabytes * 10**6)
+    found = texts(args.folders, args.megabytes * 10**6)
     pairs = tokenizers.ByteLevelBPETokenizer()
     # A part of the text is enough to find the pairs.
     pairs.train_from_iterator(
-        said[: max(1, len(said) // 8)], args.vocabulary, special_tokens=["<|end|>"]
+        found[: max(1, len(found) // 8)], args.vocabulary, special_tokens=["<|end|>"]
     )
     # One by one: what the package knows of each token takes much memory.
-    tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in said])
+    tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in found])
     blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))
     held_out = blocks[5::20]
     train = [block for i, block in enumerate(blocks) if i % 20 != 5]
-    source = f"{len(tokens):,} byte pairs of {len(said):,} files"
+    source = f"{len(tokens):,} byte pairs of {len(found):,} files"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         args.out, source=source, train=np.concatenate(train), validation=np.concatenate(held_out)

@@ -83,12 +83,12 @@ def dequantize_groups_kernel(
             scale = tl.load(f + row)
             code = tl.load(codes + row * row_words) << up
             # The sign is the code's upper bit.
-            said = scale.to(tl.int32, bitcast=True) ^ (code & -0x80000000)
-            said = said.to(tl.float32, bitcast=True)
+            decoded = scale.to(tl.int32, bitcast=True) ^ (code & -0x80000000)
+            decoded = decoded.to(tl.float32, bitcast=True)
             place = code & ((GROUP - 1) << BELOW)
             for e in tl.static_range(GROUP):
                 total = totals[row * GROUP + e]
-                term = tl.fma(said, column[e], total)
+                term = tl.fma(decoded, column[e], total)
                 added += (tl.where(place == (e << BELOW), term, total),)
             seen += (tl.fma(scale, 0.0, spoilt[row]),)
         totals, spoilt = added, seen

@@ -116,8 +116,8 @@ def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
     """:func:`code_and_left` for the groups of ``x``, by their ``first``."""
     negative = (first & _IS_NEGATIVE) != 0
     f = tl.where(negative, f, negated(f))
-    said = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
-    hit = said[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
+    place = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
+    hit = place[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
     f = tl.reshape(tl.broadcast_to(f[:, :, :, None], hit.shape), x.shape)
     left = tl.fma(f, tl.broadcast_to(v, x.shape), x)
     left = tl.where(tl.reshape(hit, x.shape), left, x)
@@ -207,10 +207,10 @@ def quantize_matrix_kernel(
     if residual is not None:
         residual += d * residual_stride + m * rows * columns
     uppers += matrix * columns
-    said = d * message_stride + m * message_matrix
-    message += said
-    scales += 4 * said
-    codes += said
+    offset = d * message_stride + m * message_matrix
+    message += offset
+    scales += 4 * offset
+    codes += offset
     start = (first_row + r)[:, None, None] * columns
     at_words = (first_row + r)[:, None] * row_words + w
 

@@ -50,7 +50,7 @@ def table(cells: Sequence[Record]) -> str:
             sites_table(r),
         ]
     about = {c["key"]["method"]: c["about"] for c in cells if "method" in c["key"]}
-    parts.append("\n".join(f"- `{name}`: {said}" for name, said in about.items()))
+    parts.append("\n".join(f"- `{name}`: {text}" for name, text in about.items()))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -164,11 +164,11 @@ def sites_table(r: Group) -> str:
 def _facts(cells: Sequence[Record]) -> str:
     names = ("processor", "cores", "kernel", "python", "torch", "tagc", "congestion_control")
     values = {name: dict.fromkeys(str(c[name]) for c in cells if name in c) for name in names}
-    said = [f"{name.replace('_', ' ')} {', '.join(found)}" for name, found in values.items()]
+    values_of = [f"{name.replace('_', ' ')} {', '.join(found)}" for name, found in values.items()]
     loads, dates = [c["load"] for c in cells], [c["date"] for c in cells]
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(c["command"] for c in cells))
     return (
-        f"{min(dates)} to {max(dates)}; {'; '.join(said)}; load average {min(loads):.1f} to "
+        f"{min(dates)} to {max(dates)}; {'; '.join(values_of)}; load average {min(loads):.1f} to "
         f"{max(loads):.1f} (the ranks' own included).\n\n{commands}"
     )
 

@@ -179,8 +179,8 @@ _in_bf16.__annotations__.clear()  # DDP reads them, and does not know strings
 def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:
     """The groups of this rank for dense training in two levels."""
     group = mesh.get_group()
-    said = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
-    return host_groups(group, ranks_per_host, torch.device("cpu"), said)
+    places = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
+    return host_groups(group, ranks_per_host, torch.device("cpu"), places)
 
 
 # torch 2.13 renamed the former to the latter.

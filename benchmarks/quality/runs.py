@@ -280,10 +280,10 @@ def _trained(
 
     def note(step: int, loss: float, seconds: float) -> None:
         if noted:
-            said = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
-            append(file, said | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
+            record = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
+            append(file, record | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
             took = time.time() - args.started
-            print(f"{took:5.0f} s  {said} {loss:.4f}", file=sys.stderr, flush=True)
+            print(f"{took:5.0f} s  {record} {loss:.4f}", file=sys.stderr, flush=True)
 
     found = _train(run, device, corpus, note)
     if device.type == "cuda":

@@ -37,13 +37,13 @@ def train(
     run: Run,
     device: torch.device = _CPU,
     corpus: Any = None,
-    said: Callable[[int, float, float], None] | None = None,
+    report: Callable[[int, float, float], None] | None = None,
 ) -> Record:
     """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
 
     Args:
         corpus: text with tokens of the model's vocabulary; the standard library without.
-        said: called after each evaluation with the step, the loss and the seconds of training.
+        report: called after each evaluation with the step, the loss and the seconds of training.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -92,8 +92,8 @@ def train(
         if done in last or done * often // run.steps != step * often // run.steps:
             windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
             losses[done] = _validate(model, corpus, windows, shape, device)
-            if said is not None:
-                said(done, losses[done], seconds)
+            if report is not None:
+                report(done, losses[done], seconds)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
                 break
     ended = [losses[step] for step in last if step in losses]

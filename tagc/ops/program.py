@@ -83,11 +83,11 @@ class Place:
     def __str__(self) -> str:
         if not self.at:
             return self.name
-        spelled = (
+        parts = (
             ":" if i is None else f"{i[0]}:{i[1]}" if isinstance(i, tuple) else str(i)
             for i in self.at
         )
-        return f"{self.name}[{', '.join(spelled)}]"
+        return f"{self.name}[{', '.join(parts)}]"
 
 
 def _indexed(index: Index, own: int) -> Any:
