@@ -12,9 +12,9 @@ import torch
 
 from benchmarks import suites
 from benchmarks.kernels import operators
-from benchmarks.kernels.measure import HostClock, interleaved, measure
-from benchmarks.kernels.operators import CODES, OPS, Case, select
-from support.marks import covering, slow
+from benchmarks.kernels.measure import HostClock, measure
+from benchmarks.kernels.operators import OPS, Case
+from support.marks import covering
 from support.paths import ROOT
 
 CPU = torch.device("cpu")
@@ -40,21 +40,6 @@ def test_every_operator_is_right(op: str, gradient: str) -> None:
     assert "compared" not in record["contenders"]["tagc"]
     assert set(record["speedup"]) == {"reference", "clone"}
     json.dumps(record)
-
-
-@pytest.mark.parametrize("code", [c if c in ("int1", "group8") else slow(c) for c in CODES])
-def test_bytes_of_the_floor(code: str) -> None:
-    # A sketch: gradient, two residuals and a bit a group. A matrix of 64 rows of 128 columns: the
-    # base, 4 bits a column, 8 a row, and the codes.
-    n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
-    codes = {"int2": n // 16, "int1": n // 32, "group8": 64 * 2}[code]
-    assert measured(case_of("encode"))["floor_bytes"] == 12 * n + n // 4 // 8
-    assert measured(case_of("decode"))["floor_bytes"] == 4 * n + n // 4 // 8
-    sent = measured(case_of("quantize_matrix", code=code))["floor_bytes"]
-    assert sent == 12 * n + 4 * (head + codes)
-    assert measured(case_of("dequantize_matrix", code=code))["floor_bytes"] == (
-        4 * n + 8 * (head + codes)
-    )
 
 
 class Damages:
@@ -83,20 +68,6 @@ def test_a_wrong_bit_is_noticed(op: str, position: int, monkeypatch: pytest.Monk
         measured(case_of(op))
 
 
-def test_without_the_reference_ours_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = operators._contender
-
-    def fails(row: Any, codec: Any, sends: Any, expected: Any, ops: Any, note: str) -> Any:
-        if note == "eager torch":
-            raise torch.OutOfMemoryError("too large\nand more")
-        return make(row, codec, sends, expected, ops, note)
-
-    monkeypatch.setattr(operators, "_contender", fails)
-    record = measured(case_of("quantize"))
-    assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
-    assert record["refused"] == {"reference": "reference: OutOfMemoryError: too large"}
-
-
 def test_a_case_that_fails_takes_nothing_from_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
@@ -117,33 +88,6 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
     assert table.strip() in capsys.readouterr().out
     (image,) = (tmp_path / "plots").iterdir()
     assert image.read_bytes().startswith(b"\x89PNG")
-
-
-def test_slow_contenders_take_fewer_turns() -> None:
-    order: list[str] = []
-    runs = {
-        name: operators.Contender(run=lambda name=name: order.append(name)) for name in ("a", "b")
-    }
-
-    def clock(timed: operators.Contender) -> tuple[float, float]:
-        timed.run()
-        return (2.0, 1.0) if order[-1] == "a" else (4.0, 3.0)
-
-    timings = interleaved(runs, clock, budget=100, repeats=5, warm_up=1)
-    assert order == ["a", "b"] * 6
-    assert (timings["a"].seconds, timings["b"].host_seconds) == (2.0, 3.0)
-    assert {t.repeats for t in interleaved(runs, clock, budget=0).values()} == {1}
-
-
-def test_selection() -> None:
-    for device in ("cpu", "cuda"):
-        names = [c.name for c in select(device)]
-        assert len(set(names)) == len(names)
-        parts = ("2^20/", "1%", "float32/bfloat16", "int16x2", "int8", *CODES)
-        assert all(any(part in name for name in names) for part in parts)
-    filtered = select("cpu", ["decode/2^20", "encode*int16x2"])
-    assert {c.op + c.symbol for c in filtered if c.symbol} == {"decodeint8x4", "encodeint16x2"}
-    assert {c.numel for c in select("cpu", sizes=[12], quick=True)} == {1 << 12}
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,6 @@ def test_gathered_parameters_are_copies_of_the_own_shard() -> None:
     assert weight.grad.to_local().shape == (250, 128)
 
 
-def test_a_policy_that_fails_takes_nothing_from_the_others(capsys: Any) -> None:
-    args = ["rank", "--device", "cpu", "--tokens", "8", "--settle", "0", "--policies", "nobody's"]
-    assert suites.main(args) == 1
-    assert "- nobody's failed: " in capsys.readouterr().out
-
-
-def test_no_gpu_is_an_error(capsys: Any) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert suites.main(["rank"]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-
-
 def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     record = tmp_path / "host.jsonl"
     args = ["--policies", "hybrid", "--steps", "2", "--json", str(record)]

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import suites, tokens
+from benchmarks import suites
 from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
-from benchmarks.quality import runs
 from benchmarks.quality.settings import DENSE, Recipe, Run, Shape, method_of
 from benchmarks.quality.training import train
 from support.distributed import on_ranks
@@ -57,37 +55,6 @@ def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> N
     assert said["loss"] is not None
 
 
-@on_ranks(slow(2), timeout=300)
-def test_kept_rates_make_larger_steps(rank: int, world_size: int) -> None:
-    """Of noisier gradients: without, a step is smaller by the factor that is undone."""
-    losses = {}
-    for kept in (False, True):
-        recipe = Recipe(floor=0.0, windows=8, kept=kept)
-        run = replace(RUN, method=method_of("1 of 8"), steps=40, rate=1e-2, recipe=recipe)
-        losses[kept] = train(run)["losses"]["40"]
-    assert losses[True] < losses[False]
-
-
-@pytest.mark.slow
-def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "quality.jsonl"
-    command = ["quality", "sweep", "--methods", "dense; matrix, 1 bit", "--seeds", "2"]
-    command += ["--width", "32", "--layers", "1", "--max-rates", "3", "--steps", "2", "3"]
-    command += ["--json", str(file)]
-    assert suites.main(command) == 0
-    said = capsys.readouterr().out
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(records) == 2 * 2 * (3 + 1)
-    assert said.count("| dense |") == 2
-
-    # Nothing is made twice, and the report needs nothing but the file.
-    monkeypatch.setattr(runs, "on_ranks", None)
-    assert suites.main(command) == 0
-    assert capsys.readouterr().out == said
-    assert suites.main(["report", str(file)]) == 0
-    assert capsys.readouterr().out.strip() in said
-
-
 def _beside_gloo(rank: int, memory: Memory) -> None:
     for name in ("dense", "4 bits, changes in 4 bits", "1 bit"):
         half = replace(RUN.recipe, half=name != "dense", kept=name == "1 bit")
@@ -119,17 +86,3 @@ def test_lines_on_one_device(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
         assert losses["20"] == pytest.approx(dense["20"], rel=5e-3)
     curves = file.with_suffix(".curves.jsonl").read_text().splitlines()
     assert len(curves) == sum(len(r["losses"]) for r in records)
-
-
-@pytest.mark.slow
-def test_steps_fill_the_time(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TAGC_OPS", "reference")
-    text, held_out = (np.arange(n) % 512 for n in (5000, 500))
-    np.savez(tmp_path / "tokens.npz", source="counting", train=text, validation=held_out)
-    assert tokens.load(tmp_path / "tokens.npz").train.dtype == torch.int32
-    file = tmp_path / "gpu.jsonl"
-    command = ["quality", "gpu", "--device", "cpu", "--policies", "one-bit", "--seconds", "60"]
-    assert suites.main([*command, "--text", str(tmp_path / "tokens.npz"), "--json", str(file)]) == 0
-    dense, one_bit = (json.loads(line) for line in file.read_text().splitlines())
-    assert dense["run"]["steps"] == one_bit["run"]["steps"]
-    assert dense["text"] == "counting"
