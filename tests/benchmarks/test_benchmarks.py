@@ -14,6 +14,8 @@ from benchmarks import suites
 from benchmarks.kernels import operators
 from benchmarks.kernels.measure import HostClock, measure
 from benchmarks.kernels.operators import OPS, Case
+from benchmarks.one_device import alone
+from benchmarks.rank import sharded
 from support.marks import covering
 from support.paths import ROOT
 
@@ -154,8 +156,45 @@ def test_structure_counts_calls(capsys: Any) -> None:
         ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
         ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
         ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
+        ("sites-network", "| 0.281 s | 89.3% (89.2% to 89.3%) | 82.0 | 246 | +1.4% | 10.7% |"),
     ],
 )
 def test_committed_records_print_what_the_docs_say(file: str, said: str, capsys: Any) -> None:
     assert suites.main(["report", str(RESULTS / f"{file}.jsonl")]) == 0
     assert said in capsys.readouterr().out
+
+
+# One rank's steps without the others
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_policies_step_on_a_cpu(capsys: Any) -> None:
+    assert suites.main(["rank", "--device", "cpu", "--tokens", "32", "--settle", "1"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 9
+    assert " | 1.000 | " in rows[2]
+
+
+def test_gathered_parameters_are_copies_of_the_own_shard() -> None:
+    with alone(4):
+        model: Any = sharded(torch.device("cpu"))
+        weight = model.lm_head.weight
+        assert weight.full_tensor().shape == (1000, 128)
+        loss = model(torch.randint(256, (1, 16)))
+        loss.backward()
+    assert loss.isfinite()
+    assert weight.grad is not None
+    assert weight.grad.to_local().shape == (250, 128)
+
+
+def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
+    record = tmp_path / "host.jsonl"
+    args = ["--policies", "hybrid", "--steps", "2", "--json", str(record)]
+    assert suites.main(["host", *args]) == 0
+    (found,) = map(json.loads, record.read_text().splitlines())
+    assert 0 < found["share"] < 1
+    # Two segments in 32 blocks and two in the root: 4 launches in a reduction, 4 in a gather, and 2
+    # in a backward that reads its messages again. The root needs one gather.
+    assert found["tagc_started"] == 32 * 10 + 8
+    assert "| hybrid |" in capsys.readouterr().out

@@ -420,6 +420,10 @@ def encoding(
     return case_with("encode", tensors, layout=layout, levels=symbol.levels(W), capacity=capacity)
 
 
+def layout_of(made: Case) -> Any:
+    return dict(made.call.options)["layout"]
+
+
 def changed(made: Case, **options: Any) -> Case:
     """The case with other options."""
     merged = dict(made.call.options) | options
@@ -432,7 +436,7 @@ def both_ways(made: Case, divisor: int = 3) -> Iterator[Case]:
     t = tensors_of(made)
     sent = made.run(REFERENCE, Tensor.clone)
     yield decoding(
-        dict(made.call.options)["layout"], sent["index"], sent["cells"].sum(0, dtype=I32),
+        layout_of(made), sent["index"], sent["cells"].sum(0, dtype=I32),
         t["step"][:1], t["seed"], None if t["residual"] is None else t["residual"][0],
         dtype=t["grad"].dtype, divisor=divisor,
     )  # fmt: skip
@@ -462,7 +466,7 @@ def decoding(
 def _() -> Iterator[Case]:
     for form in (FORMATS[0], FORMATS[1], ("int32x1", BF16, None)):
         made = encoding(form, 2600, W=3, hashes=4, seed=1)
-        t, groups = tensors_of(made), dict(made.call.options)["layout"].groups
+        t, groups = tensors_of(made), layout_of(made).groups
         t["support"] = to_bitmap(torch.rand(3, groups, generator=torch.manual_seed(0)) < 1 / 3)
         if groups % 32:  # bits past the last group mean nothing
             t["support"][:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)
@@ -504,11 +508,11 @@ def _() -> Iterator[Case]:
     for form, room in ((FORMATS[0], 0.9), (("int8x4", BF16, BF16), 1.1), (FORMATS[2], 0.5)):
         yield from both_ways(encoding(form, 600, "all above", hashes=3, room=room))
     made = encoding(FORMATS[1], 1500, "room for all", hashes=4, room=2.0)
-    layout = dict(made.call.options)["layout"]
+    layout = layout_of(made)
     yield from both_ways(changed(made, layout=replace(layout, keys=5)))
     # More keys than cells, of which a CPU keeps other queues.
     made = encoding(FORMATS[0], 1400, "room for all", W=1, seed=6)
-    table = replace(dict(made.call.options)["layout"], hashes=3, partition=110)
+    table = replace(layout_of(made), hashes=3, partition=110)
     tensors_of(made)["cells"] = oracle.poisoned(1, table.cells, dtype=I32)
     yield from both_ways(changed(made, layout=table))
 

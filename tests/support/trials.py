@@ -8,7 +8,7 @@ Tests compare the reference with the contract, and every implementation with the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, every_call, sketch_calls
 from tagc.selfcheck.calls import OPERATORS as OPERATORS
-from tagc.selfcheck.cases import case_of
+from tagc.selfcheck.cases import case_of as case_of
 from tagc.selfcheck.checking import complaint_about
 from tagc.selfcheck.everything import (
     block_calls,
@@ -91,9 +91,9 @@ def _one(call: Call, inputs: Inputs) -> list[Case]:
     return [case_of(call, inputs)]
 
 
-def case_with(operator: str, tensors: dict[str, Tensor | None], **options: Any) -> Case:
+def case_with(operator: str, tensors: Mapping[str, Tensor | None], **options: Any) -> Case:
     """A call of an operator with these tensors."""
-    return Case(Call(operator, (), (), tuple(options.items())), tensors, ())
+    return Case(Call(operator, (), (), tuple(options.items())), dict(tensors), ())
 
 
 # Rows of a trial's table, and those of all formats: each gets some of them.
