@@ -31,9 +31,6 @@ def test_the_reference_is_the_contract(trial: Trial):
         for name, x in before.items():
             if x is not None and name not in want and name not in case.scratch:
                 assert oracle.same_bits(got[name], x), f"{operator} changes {name}"
-        residual = got.get("residual")
-        if operator != "decode" and residual is not None:
-            assert residual.isfinite().all() or not before["residual"].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def check(got: Results, want: Results, estimated: bool) -> None:
         if name == "residual" and estimated:
             largest = expected.double().abs().max().item() if expected.numel() else 0
             unit = 2.0**-22 if found.dtype == F32 else 2.0**-7
-            limit = {"rtol": unit, "atol": 2.0**-20 * largest}
-            torch.testing.assert_close(found, expected, **limit, equal_nan=True)
+            torch.testing.assert_close(
+                found, expected, rtol=unit, atol=2.0**-20 * largest, equal_nan=True
+            )
         elif name == "residual":  # may have zeros of either sign
             assert oracle.same_values(found + 0.0, expected + 0.0), name
         elif found.dtype.is_floating_point:
