@@ -12,9 +12,11 @@ import torch
 
 from benchmarks import suites
 from benchmarks.kernels import operators
-from benchmarks.kernels.measure import HostClock, interleaved, measure
-from benchmarks.kernels.operators import CODES, OPS, Case, select
-from support.marks import covering, slow
+from benchmarks.kernels.measure import HostClock, measure
+from benchmarks.kernels.operators import OPS, Case
+from benchmarks.one_device import alone
+from benchmarks.rank import sharded
+from support.marks import covering
 from support.paths import ROOT
 
 CPU = torch.device("cpu")
@@ -40,21 +42,6 @@ def test_every_operator_is_right(op: str, gradient: str) -> None:
     assert "compared" not in record["contenders"]["tagc"]
     assert set(record["speedup"]) == {"reference", "clone"}
     json.dumps(record)
-
-
-@pytest.mark.parametrize("code", [c if c in ("int1", "group8") else slow(c) for c in CODES])
-def test_bytes_of_the_floor(code: str) -> None:
-    # A sketch: gradient, two residuals and a bit a group. A matrix of 64 rows of 128 columns: the
-    # base, 4 bits a column, 8 a row, and the codes.
-    n, head = 1 << 13, 1 + 128 // 8 + 64 // 4
-    codes = {"int2": n // 16, "int1": n // 32, "group8": 64 * 2}[code]
-    assert measured(case_of("encode"))["floor_bytes"] == 12 * n + n // 4 // 8
-    assert measured(case_of("decode"))["floor_bytes"] == 4 * n + n // 4 // 8
-    sent = measured(case_of("quantize_matrix", code=code))["floor_bytes"]
-    assert sent == 12 * n + 4 * (head + codes)
-    assert measured(case_of("dequantize_matrix", code=code))["floor_bytes"] == (
-        4 * n + 8 * (head + codes)
-    )
 
 
 class Damages:
@@ -83,20 +70,6 @@ def test_a_wrong_bit_is_noticed(op: str, position: int, monkeypatch: pytest.Monk
         measured(case_of(op))
 
 
-def test_without_the_reference_ours_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = operators._contender
-
-    def fails(row: Any, codec: Any, sends: Any, expected: Any, ops: Any, note: str) -> Any:
-        if note == "eager torch":
-            raise torch.OutOfMemoryError("too large\nand more")
-        return make(row, codec, sends, expected, ops, note)
-
-    monkeypatch.setattr(operators, "_contender", fails)
-    record = measured(case_of("quantize"))
-    assert record["contenders"]["tagc"]["compared"].startswith("with nothing")
-    assert record["refused"] == {"reference": "reference: OutOfMemoryError: too large"}
-
-
 def test_a_case_that_fails_takes_nothing_from_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
@@ -117,33 +90,6 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
     assert table.strip() in capsys.readouterr().out
     (image,) = (tmp_path / "plots").iterdir()
     assert image.read_bytes().startswith(b"\x89PNG")
-
-
-def test_slow_contenders_take_fewer_turns() -> None:
-    order: list[str] = []
-    runs = {
-        name: operators.Contender(run=lambda name=name: order.append(name)) for name in ("a", "b")
-    }
-
-    def clock(timed: operators.Contender) -> tuple[float, float]:
-        timed.run()
-        return (2.0, 1.0) if order[-1] == "a" else (4.0, 3.0)
-
-    timings = interleaved(runs, clock, budget=100, repeats=5, warm_up=1)
-    assert order == ["a", "b"] * 6
-    assert (timings["a"].seconds, timings["b"].host_seconds) == (2.0, 3.0)
-    assert {t.repeats for t in interleaved(runs, clock, budget=0).values()} == {1}
-
-
-def test_selection() -> None:
-    for device in ("cpu", "cuda"):
-        names = [c.name for c in select(device)]
-        assert len(set(names)) == len(names)
-        parts = ("2^20/", "1%", "float32/bfloat16", "int16x2", "int8", *CODES)
-        assert all(any(part in name for name in names) for part in parts)
-    filtered = select("cpu", ["decode/2^20", "encode*int16x2"])
-    assert {c.op + c.symbol for c in filtered if c.symbol} == {"decodeint8x4", "encodeint16x2"}
-    assert {c.numel for c in select("cpu", sizes=[12], quick=True)} == {1 << 12}
 
 
 @pytest.mark.parametrize(
@@ -210,8 +156,45 @@ def test_structure_counts_calls(capsys: Any) -> None:
         ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
         ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
         ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
+        ("sites-network", "| 0.281 s | 89.3% (89.2% to 89.3%) | 82.0 | 246 | +1.4% | 10.7% |"),
     ],
 )
 def test_committed_records_print_what_the_docs_say(file: str, said: str, capsys: Any) -> None:
     assert suites.main(["report", str(RESULTS / f"{file}.jsonl")]) == 0
     assert said in capsys.readouterr().out
+
+
+# One rank's steps without the others
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_policies_step_on_a_cpu(capsys: Any) -> None:
+    assert suites.main(["rank", "--device", "cpu", "--tokens", "32", "--settle", "1"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 9
+    assert " | 1.000 | " in rows[2]
+
+
+def test_gathered_parameters_are_copies_of_the_own_shard() -> None:
+    with alone(4):
+        model: Any = sharded(torch.device("cpu"))
+        weight = model.lm_head.weight
+        assert weight.full_tensor().shape == (1000, 128)
+        loss = model(torch.randint(256, (1, 16)))
+        loss.backward()
+    assert loss.isfinite()
+    assert weight.grad is not None
+    assert weight.grad.to_local().shape == (250, 128)
+
+
+def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
+    record = tmp_path / "host.jsonl"
+    args = ["--policies", "hybrid", "--steps", "2", "--json", str(record)]
+    assert suites.main(["host", *args]) == 0
+    (found,) = map(json.loads, record.read_text().splitlines())
+    assert 0 < found["share"] < 1
+    # Two segments in 32 blocks and two in the root: 4 launches in a reduction, 4 in a gather, and 2
+    # in a backward that reads its messages again. The root needs one gather.
+    assert found["tagc_started"] == 32 * 10 + 8
+    assert "| hybrid |" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.network import suite
-from benchmarks.network.launch import Network, existing, remove_stale
+from benchmarks.network.launch import existing
 from benchmarks.network.methods import Settings, resolve
 from benchmarks.network.report import group
 from benchmarks.network.training import Model
@@ -131,36 +131,6 @@ def test_what_leaves_a_host_of_two_ranks(tmp_path: Path) -> None:
         assert ours["kernel_bytes"] == pytest.approx(sum(ours["tagc_bytes"].values()), rel=0.05)
         assert ours["kernel_bytes"] < dense / 2
     assert [r.title for r in group(cells)] == ["4 ranks on 2 hosts"]
-
-
-def test_a_failing_rank_ends_the_run_and_leaves_nothing() -> None:
-    with Network(2) as net:
-        assert len(_mine()) == 3
-        with pytest.raises(RuntimeError, match="a rank failed with status 1"):
-            net.on_ranks(divmod, 1, 0)
-        assert net.on_ranks(divmod, 7, 2) == (3, 1)
-    assert _mine() == []
-
-
-def test_a_killed_run_is_cleaned_up_by_the_next_one():
-    script = (
-        "import time\nfrom benchmarks.network.launch import Network\n"
-        "with Network(2) as net:\n    print(*net.namespaces, flush=True)\n    time.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    with process:
-        names = process.stdout.readline().split()
-        assert len(names) == 2
-        process.kill()
-    assert set(names) <= set(existing())
-    remove_stale()
-    assert not set(names) & set(existing())
 
 
 def test_an_interrupted_command_leaves_neither_processes_nor_namespaces(tmp_path):

@@ -1,7 +1,8 @@
-"""Which runs the comparisons of quality make, and what their tables say; no training."""
+"""Which runs the comparisons of quality make, and training runs on real ranks."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,51 +14,28 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.quality.report import Interval, difference, table
-from benchmarks.quality.runs import (
-    Comparison,
-    dense_rate,
-    losses_of,
-    paired_runs,
-    results_of,
-    sweep_runs,
-)
+from benchmarks import suites
+from benchmarks.gloo import on_ranks as spawned
+from benchmarks.one_device import Memory, through_memory
+from benchmarks.quality.runs import Comparison, sweep_runs
 from benchmarks.quality.settings import (
     DENSE,
     GRID,
     LINES,
     METHODS,
-    NANO,
-    NANO_RECIPE,
-    PAIRED,
-    SETTINGS,
     Recipe,
     Run,
     Shape,
     method_of,
 )
-from benchmarks.quality.training import Lion, factor
+from benchmarks.quality.training import Lion, train
+from support.distributed import on_ranks
+from support.marks import slow
 from tagc.policy import Policy
 
 SHAPE = Shape(width=32, heads=1, layers=1, context=16, ranks=2, batch=2)
+pytestmark = pytest.mark.timeout(600)
 METHOD = method_of("matrix, 1 of 8")
-BASE = next(iter(SETTINGS.values()))
-BIT = method_of("1 bit")
-
-
-def test_the_interval_is_students() -> None:
-    # Differences of 1%, 2% and 3%: their standard deviation is 1%, t for 2 degrees 4.303.
-    found = difference({0: 1.01, 1: 2.04, 2: 1.03, 9: 7.0}, {0: 1.0, 1: 2.0, 2: 1.0, 8: 1.0})
-    assert found is not None
-    assert (found.mean, found.half, found.pairs) == pytest.approx((0.02, 4.303e-2 / 3**0.5, 3))
-    assert found.is_zero
-    assert str(found) == "+2.00% ± 2.48 (3)"
-    assert str(difference({0: 0.99}, {0: 1.0})) == "-1.00% (1)"
-    assert difference({0: 1.0}, {1: 1.0}) is None
-    diverged = difference({0: math.inf, 1: 1.0}, {0: 1.0, 1: 1.0})
-    assert diverged is not None
-    assert not diverged.is_zero
-    assert not Interval(0.02, 0.01, 3).is_zero
 
 
 def made(comparison: Comparison, loss_of: Callable[[Run], float]) -> list[Run]:
@@ -90,38 +68,6 @@ def test_a_sweep_goes_on_until_the_best_lies_between_others() -> None:
     assert swept(GRID[-1], max_rates=len(GRID))[-2:] == [(GRID[-1], 0), (GRID[-1], 1)]
 
 
-def paired(best: float, gap: float, noise: float) -> list[Run]:
-    """The runs where dense is best at a rate, and a line's differences are ``gap``, changing by
-    ``noise`` from seed to seed."""
-
-    def loss(run: Run) -> float:
-        dense = 1 + abs(math.log(run.rate / best)) / 100 + run.seed / 10
-        return dense if run.method == DENSE else dense * (1 + gap + noise * (-1) ** run.seed)
-
-    lines = {"settings": [BASE], "lines": ["1 bit"], "kept": True}
-    return made(partial(paired_runs, **lines, seeds=(3, 6), within=0.003), loss)
-
-
-def test_pairs_go_on_until_the_interval_is_narrow() -> None:
-    runs = paired(9e-3, gap=0.1, noise=0.0)
-    sweep, pairs = runs[: len(BASE.rates)], runs[len(BASE.rates) :]
-    assert [(run.rate, run.seed) for run in sweep] == [(rate, 0) for rate in BASE.rates]
-    assert all(run.method == DENSE for run in sweep)
-    # Dense of the first seed is there already.
-    assert [(run.method == DENSE, run.seed) for run in pairs] == [
-        (False, 0),
-        (True, 1),
-        (False, 1),
-        (True, 2),
-        (False, 2),
-    ]
-    assert all(run.recipe.kept == (run.method != DENSE) for run in runs)
-    # A noise of 1% needs more than six pairs for 0.3%.
-    assert max(run.seed for run in paired(9e-3, gap=0.0, noise=0.01)) == 5
-    # And a rate below those of the start is found.
-    assert {run.rate for run in paired(4.5e-3, gap=0.0, noise=0.0)[5:]} == {4.5e-3}
-
-
 SITES = (
     "sites, every step, 4 bits",
     "sites, every 32, 2 bits, outer momentum 0.5, together 500",
@@ -141,124 +87,6 @@ def test_every_name_has_a_policy_and_rates_to_begin_with(name: str) -> None:
         Policy.load(method.policy)
 
 
-def test_names_say_what_is_sent() -> None:
-    policy: Any = method_of("matrix, 1 bit, measured lead, changes in 2 bits").policy
-    (rule,) = policy["gradients"]
-    assert rule["codec"] == {"kind": "matrix", "level": 1.3}
-    assert rule["feedback"] == {"kind": "residual", "lead": "measured", "dtype": "float32"}
-    assert policy["parameters"][0]["codec"] == {"kind": "delta", "bits": 2}
-    stateless: Any = method_of("4 bits in blocks of 32, stateless").policy
-    codec = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
-    assert stateless["gradients"][0]["codec"] == codec
-    sites: Any = method_of(SITES[1]).policy
-    assert sites["sites"] == {
-        "every": 32,
-        "outer": {"rate": 0.7, "momentum": 0.5},
-        "together": 500,
-    }
-    for wrong in ("matrix, 1 bit, no such thing", "sites, every 32, 3 bits"):
-        with pytest.raises(ValueError, match="unknown"):
-            method_of(wrong)
-
-
-def test_settings_change_one_thing() -> None:
-    assert len(SETTINGS) == len({(s.shape, s.steps, s.recipe) for s in SETTINGS.values()})
-    for setting in SETTINGS.values():
-        runs, rate = dense_rate(setting, lambda run: None)
-        assert len(runs) >= min(3, setting.max_rates)
-        assert rate is None
-        assert setting.recipe.floor == 0
-
-
-def run_of(rate: float, **recipe: Any) -> Run:
-    return Run(method=METHOD, shape=SHAPE, steps=4, rate=rate, recipe=Recipe(**recipe))
-
-
-def test_a_run_that_diverged_is_told_from_one_that_is_missing(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    results = results_of("sweep", file)
-    assert losses_of(results)(run_of(1.0)) is None
-    results.add(run_of(1.0).key, {"loss": None})
-    results.add(run_of(2.0).key, {"loss": 1.0}, write=False)
-    assert losses_of(results)(run_of(2.0)) == 1.0
-    again = losses_of(results_of("sweep", file))
-    assert again(run_of(1.0)) == math.inf
-    assert again(run_of(2.0)) is None
-    assert again(run_of(1.0, clip=None)) is None
-    # Those of another comparison are not its.
-    assert losses_of(results_of("paired", file))(run_of(1.0)) is None
-
-
-def record(comparison: str, run: Run, loss: float, norms: list[float]) -> dict[str, Any]:
-    head = {"suite": "quality", "comparison": comparison, "method": run.method.name}
-    said = {"parameters": 100_000, "bits": 4.0, "losses": {"1": 3.0, "4": loss}, "norms": norms}
-    return head | {"run": run.key, "loss": loss} | said
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_the_table_of_pairs_says_what_is_equal() -> None:
-    def of(method: Any, rate: float, seed: int, loss: float) -> dict[str, Any]:
-        run = BASE.run(method, rate, seed, kept=method is not DENSE)
-        return record("paired", run, loss, [])
-
-    records = [of(DENSE, rate, 0, 2.0 + abs(rate - 9e-3)) for rate in BASE.rates]
-    records += [of(DENSE, 9e-3, seed, 2.0) for seed in (1, 2)]
-    for line, losses in (("1 bit", (2.012, 1.99, 2.0)), ("2 bits", (2.1, 2.1001, 2.1))):
-        records += [of(method_of(line), 9e-3, s, loss) for s, loss in enumerate(losses)]
-    # A method that is no longer there keeps its name.
-    records.append(of(replace(BIT, name="gone"), 9e-3, 0, 3.0))
-    _, _, dense, *lines = table(records).splitlines()
-    assert cells(dense)[0] == BASE.name
-    assert cells(dense)[3:] == ["0.009", "dense", "2.0000 (3)"]
-    assert [cells(line)[4:] for line in lines] == [
-        ["2 bits", "+5.00% ± 0.01 (3)"],
-        ["1 bit", "= +0.03% ± 1.37 (3)"],
-        ["gone", "+50.00% (1)"],
-    ]
-
-
-def test_the_table_of_a_sweep_takes_the_best_rate_of_the_first_seed() -> None:
-    def of(method: Any, rate: float, seed: int, loss: float) -> dict[str, Any]:
-        run = Run(method=method, shape=SHAPE, steps=4, rate=rate, seed=seed)
-        return record("sweep", run, loss, [])
-
-    records = [of(DENSE, rate, 0, loss) for rate, loss in ((1e-3, 2.0), (2e-3, 1.0), (3e-3, 4.0))]
-    records += [of(DENSE, 2e-3, 1, 1.2), of(METHOD, 2e-3, 0, 1.1)]
-    title, _, _, _, *rows = table(records).splitlines()
-    assert title == "0.10 M parameters, 2 ranks of 2 × 16 bytes, 4 steps"
-    assert [cells(row) for row in rows] == [
-        ["dense", "4.00", "", "0.002", "1.1000", "0.2000", "2", ""],
-        [METHOD.name, "4.00", "", "0.002*", "1.1000", "", "1", "+10.00%"],
-    ]
-
-
-def test_the_table_of_policies_compares_norms_in_the_second_half() -> None:
-    def of(policy: str, loss: float, norms: list[float]) -> dict[str, Any]:
-        method = replace(DENSE, name=policy, policy=None if policy == "dense" else policy)
-        run = Run(method=method, shape=NANO, steps=4, rate=1e-3, recipe=NANO_RECIPE)
-        return record("untuned", run, loss, norms)
-
-    _, _, *rows = table(
-        [of("dense", 2.0, [9, 9, 1, 1]), of("one-bit", 2.2, [0, 0, 2, 4])]
-    ).splitlines()
-    assert [cells(row) for row in rows] == [
-        ["dense", "0.001", "1", "2.0000", "0.0000", "1", "", "1.00", "50%"],
-        ["one-bit", "0.001", "1", "2.2000", "0.0000", "1", "+10.0%", "3.00", "50%"],
-    ]
-
-
-def test_the_rate_decays_to_zero_and_the_last_evaluations_count() -> None:
-    rates = [2 * factor(step, 100, PAIRED.floor) for step in range(100)]
-    assert max(rates) == 2
-    assert rates[0] == pytest.approx(0.2)
-    assert rates[-1] < 2e-3
-    assert PAIRED.last_evaluations(100) == [96, 98, 100]
-    assert Recipe().last_evaluations(100) == [100]
-
-
 def test_lion_is_the_papers() -> None:
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(5))
@@ -272,3 +100,73 @@ def test_lion_is_the_papers() -> None:
         w -= 0.1 * ((0.9 * m + 0.1 * g).sign() + 0.5 * w)
         m = 0.99 * m + 0.01 * g
         torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-6)
+
+
+# Training on real ranks
+
+RUN = Run(
+    method=method_of("matrix, 1 of 8"),
+    shape=SHAPE,
+    steps=4,
+    rate=1e-3,
+    recipe=Recipe(windows=8, averaged=2),
+)
+
+
+@on_ranks(2, timeout=300)
+def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
+    said = train(RUN)
+    # 4 bits for 8 elements, and the scales of short rows and columns.
+    assert 0.5 < said["bits"] < 3
+    assert "parameter_bits" not in said
+    assert list(said["losses"]) == ["1", "2", "3", "4"]
+    assert len(said["norms"]) == 4
+    assert said["loss"] == pytest.approx(said["losses"]["4"], abs=1e-5)
+    assert train(RUN)["loss"] == said["loss"]
+    assert train(replace(RUN, rate=2e-3))["loss"] != said["loss"]
+    assert train(replace(RUN, method=DENSE))["bits"] == 32
+    changes = train(replace(RUN, method=method_of("changes in 4 bits")))
+    assert (changes["bits"], changes["parameter_bits"] < 5) == (32, True)
+    sketch = train(replace(RUN, method=method_of("sketch of 20%, residual")))
+    assert sketch["loss"] is not None
+
+
+@on_ranks(2, timeout=300)
+@pytest.mark.parametrize("optimizer", ["adamw", slow("muon"), "sgd", "lion"])
+def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> None:
+    recipe = Recipe(optimizer=optimizer, windows=8, kept=True, clip=None)
+    said = train(replace(RUN, method=method_of("1 bit"), recipe=recipe))
+    assert said["loss"] is not None
+
+
+def _beside_gloo(rank: int, memory: Memory) -> None:
+    for name in ("dense", "4 bits, changes in 4 bits", "1 bit"):
+        half = replace(RUN.recipe, half=name != "dense", kept=name == "1 bit")
+        run = replace(RUN, method=method_of(name), recipe=half)
+        over_gloo = train(run)
+        with through_memory(memory, rank, torch.device("cpu")):
+            found = train(run)
+        assert found | {"step_ms": 0} == over_gloo | {"step_ms": 0}, name
+
+
+@pytest.mark.slow
+def test_messages_through_memory_are_those_of_gloo(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    memory = Memory(2, 2**20, torch.device("cpu"))
+    spawned(_beside_gloo, 2, memory)
+
+
+@pytest.mark.slow
+def test_lines_on_one_device(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TAGC_OPS", "reference")
+    file = tmp_path / "gpu.jsonl"
+    command = ["quality", "gpu", "--device", "cpu", "--json", str(file)]
+    assert suites.main([*command, "--steps", "20"]) == 0
+    assert "| step | dense | hybrid | one-bit | thrifty |" in capsys.readouterr().out
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    dense, *others = (r["losses"] for r in records)
+    assert dense["20"] < dense["5"] - 0.1
+    for losses in others:
+        assert losses["20"] == pytest.approx(dense["20"], rel=5e-3)
+    curves = file.with_suffix(".curves.jsonl").read_text().splitlines()
+    assert len(curves) == sum(len(r["losses"]) for r in records)

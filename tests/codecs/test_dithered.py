@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -47,18 +46,6 @@ def test_the_mean_over_steps_is_what_dense_sends(rank, world_size, direction):
         off = (total[columns] / N - rows[:, columns].double().mean(0)).abs()
         # The largest of a block may be clipped, by up to 2^-9 of itself.
         assert bool((off <= step * (6 / (2 * math.sqrt(N * world_size)) + 7 * 2**-9)).all())
-
-
-@on_ranks(3)
-def test_ranks_round_the_same_numbers_differently(rank, world_size):
-    """Were they to round alike, a sum over ranks would be no better than one of them."""
-    plan = codec_plan(world_size, stochastic(4))
-    reducer = unit_reducer(plan)
-    reduce(reducer, normal(world_size, plan.columns, 0)[0])
-    shape = (world_size, plan.messages.row_words)
-    message = reducer.store.workspace.take("message_send", shape, torch.int32)[:, : plan.words]
-    for one, other in itertools.combinations(gathered(message), 2):
-        assert (one != other).float().mean() > 0.3
 
 
 @on_ranks(2)
@@ -121,15 +108,6 @@ def test_what_is_right_on_average_owes_nothing():
     policy["gradients"][0]["feedback"] = {"kind": "residual"}
     with pytest.raises(PolicyError, match="rounding 'stochastic'; choose none"):
         Policy.load(policy)
-
-
-def test_a_plan_says_so():
-    plan = codec_plan(2, stochastic(8))
-    assert {segment.codec.name for segment in plan.compressed} == {"quantized int8 dithered"}
-    nearest = codec_plan(2, {**stochastic(8), "rounding": "nearest"}, {"kind": "none"})
-    assert plan.words == nearest.words
-    (a, *_), (b, *_) = plan.compressed, nearest.compressed
-    assert replace(a.codec, dithered=False) == b.codec
 
 
 def test_seeds_of_parameters_follow_what_changes():

@@ -74,18 +74,6 @@ def test_it_is_the_slope_of_a_regression() -> None:
     assert abs(segment.share - exact) < 5 * error
 
 
-@pytest.mark.parametrize("columns", [41, 40])
-def test_other_elements_in_every_step(columns: int) -> None:
-    """All come in turn, but those of the last stride that is not full."""
-    rows = torch.arange(3 * columns, dtype=torch.float32).view(3, columns)
-    stride, seen = 13, set()
-    for step in range(600):
-        owed = torch.empty(3, columns // stride, dtype=torch.float64)
-        launch(SampleOwed(stride), rows, 0 * rows, torch.tensor(step), owed)
-        seen |= set(owed.flatten().tolist())
-    assert seen == set(rows[:, : columns // stride * stride].flatten().tolist())
-
-
 def test_what_is_not_finite_leaves_no_trace() -> None:
     segment, ones = Segment(10), torch.ones(1, 10)
     segment.encode(ones, 0.5)

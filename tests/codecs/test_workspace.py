@@ -20,17 +20,6 @@ def test_the_same_view_again() -> None:
     assert workspace.take("name", (2, 3), torch.float32).dtype == torch.float32
 
 
-def test_no_view_keeps_an_outgrown_buffer() -> None:
-    workspace = Workspace(CPU)
-    workspace.take("name", (4,), torch.int32)
-    large = workspace.take("name", (8,), torch.int32)
-    kept = {view.data_ptr() for view in workspace._views.values()}
-    assert kept == {large.data_ptr()}
-    assert workspace.take("name", (4,), torch.int32).data_ptr() == large.data_ptr()
-    workspace.clear()
-    assert not workspace._views
-
-
 def test_training_writes_to_what_an_evaluation_took() -> None:
     workspace = Workspace(CPU)
     with torch.inference_mode():

@@ -99,73 +99,6 @@ def test_one_number(line, want):
     assert ran(line) == [want] * 32
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "length", "want"),
-    [
-        ("u", 16, 16, 0x7788), ("u", 40, 64, 0x912233), ("u", 0, 64, 0x778899AA), ("u", 64, 8, 0),
-        ("s", 16, 15, 0xFFFFF788), ("s", 16, 16, 0x7788), ("s", 40, 64, 0xFF912233),
-        ("s", 40, 16, 0x2233), ("s", 64, 8, 0xFFFFFFFF), ("s", 16, 0, 0),
-    ],
-)  # fmt: skip
-def test_fields_of_wide_registers(kind, place, length, want):
-    body = f"""
-        mov.b64 %rd9, 0x91223344778899AA;
-        bfe.{kind}64 %rd9, %rd9, {place}, {length};
-        cvt.u32.u64 %r1, %rd9;
-    """
-    assert ran(body) == [want] * 32
-
-
-def test_exchanges_between_lanes():
-    lanes = [*range(32)]
-    assert ran("shfl.sync.bfly.b32 %r1, %r90, 3, 31, -1;") == [x ^ 3 for x in lanes]
-    assert ran("shfl.sync.up.b32 %r1, %r90, 4, 0, -1;") == [max(x - 4, x % 4) for x in lanes]
-    assert ran("shfl.sync.idx.b32 %r1, %r90, 5, 31, -1;") == [5] * 32
-    assert ran("redux.sync.add.s32 %r1, %r90, -1;") == [sum(lanes)] * 32
-    assert ran("redux.sync.max.u32 %r1, %r90, -1;") == [31] * 32
-
-
-def test_branches_come_together_again():
-    body = """
-        setp.lt.u32 %p1, %r90, 8;
-        @%p1 bra $few;
-        mov.u32 %r1, 100;
-        bra.uni $end;
-        $few:
-        mov.u32 %r1, 7;
-        $end:
-        shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;
-        add.s32 %r1, %r1, %r2;
-    """
-    assert ran(body) == [14] * 8 + [107] * 24
-
-
-def test_a_loop_ends_for_each_thread_by_itself():
-    body = """
-        mov.u32 %r1, 0;
-        $again:
-        add.s32 %r1, %r1, 3;
-        setp.lt.u32 %p1, %r1, %r90;
-        @%p1 bra $again;
-    """
-    assert ran(body) == [max(3, -(-x // 3) * 3) for x in range(32)]
-
-
-def test_atomic_operations_with_a_result():
-    out = torch.zeros(1 + 64, dtype=torch.int32)
-    launch("""
-        atom.global.gpu.relaxed.add.u32 %r1, [ %rd1 + 0 ], 2;
-        st.global.b32 [ %rd3 + 4 ], { %r1 };
-    """, out, threads=64)  # fmt: skip
-    assert out[0] == 128
-    assert sorted(out[1:].tolist()) == [*range(0, 128, 2)]
-    out = torch.full((1,), 5, dtype=torch.int32)
-    launch("atom.global.gpu.relaxed.cas.b32 %r1, [ %rd1 + 0 ], 5, 6;", out)
-    assert out[0] == 6
-    launch("atom.global.gpu.relaxed.exch.b32 %r1, [ %rd1 + 0 ], 9;", out)
-    assert out[0] == 9
-
-
 def test_atomic_additions_flush_subnormal_floats():
     tiny = torch.tensor([1.0, 2.0**-127])
     launch("red.global.gpu.relaxed.add.f32 [ %rd1 + 4 ], 0f00000001;", tiny)
@@ -179,24 +112,6 @@ def test_a_volatile_read_may_meet_an_atomic_update():
     assert out[0] == 96
     with pytest.raises(RaceError, match=r"by another program|without a barrier"):
         launch(body.format("ld.global.b32"), out, programs=3)
-
-
-def test_matrices_go_through_shared_memory():
-    body = """
-        shl.b32 %r5, %r90, 4;
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [ %r5 + 0 ], { %r90, %r90, %r90, %r90 };
-        bar.sync 0;
-        shl.b32 %r6, %r90, 2;
-        ld.shared.b32 %r1, [ %r6 + 0 ];
-        bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %r7, %r8, %r9, %r10 }, [ %r5 + 0 ];
-        sub.s32 %r7, %r7, %r90;
-        sub.s32 %r10, %r10, %r90;
-        add.s32 %r1, %r1, %r7;
-        add.s32 %r1, %r1, %r10;
-    """
-    # Lane l holds row l // 4, place l % 4 of a matrix, whose rows are 16 bytes.
-    assert ran(body, shared=512) == [*range(32)]
 
 
 def test_not_all_threads_reach_a_barrier():

@@ -12,7 +12,7 @@ import yaml
 
 from support.distributed import run_ranks
 from support.doc_pages import run_page
-from support.markdown import Block, blocks, pages, without_code
+from support.markdown import Block, blocks, pages
 from support.paths import ROOT
 from tagc.commands.cli import main
 from tagc.policy import Policy
@@ -47,12 +47,6 @@ def test_few_blocks_are_not_run() -> None:
         ("docs/sites.md", "needs 4 ranks"),
         ("docs/sites.md", "needs torchft and its lighthouse"),
     ]
-
-
-def test_nothing_is_indented_in_place_of_a_fence() -> None:
-    for page in pages():
-        text = without_code(page.read_text(encoding="utf-8"))
-        assert not re.search(r"\n\n    (?![-*|]|\d+\. )\S", text), page
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.where)

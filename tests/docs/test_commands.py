@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -86,12 +85,6 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 def test_commands_in_blocks(block: Block) -> None:
     for words in lines(block):
         PROGRAMS[words[0]](words[1:])
-
-
-def test_blocks_are_bash() -> None:
-    everything = "\n".join(block.text for block in BASH)
-    done = subprocess.run(["bash", "-n"], input=everything, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_commands_in_the_text() -> None:

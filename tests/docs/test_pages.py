@@ -91,14 +91,6 @@ def test_a_link_to_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         stage.stage(tmp_path / "out")
 
 
-def test_texts_of_the_figure_are_large_enough() -> None:
-    drawing = (DOCS / "step.svg").read_text()
-    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawing)]
-    # A page of the site is about as wide as the drawing's own units.
-    assert sizes
-    assert min(sizes) >= 12
-
-
 def test_messages_are_quoted_as_they_are() -> None:
     """Those in the first columns of the tables."""
     said = literals()

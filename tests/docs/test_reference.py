@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import pytest
-from pydantic import Field
 
 from reference import policy_reference
-from tagc.codecs.config import Strict
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy import Policy
 from tagc.policy.conditions import When
 from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
 from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
@@ -61,25 +56,3 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
 )
 def test_rows(row: str) -> None:
     assert row in REFERENCE
-
-
-def test_a_new_key_appears_by_itself() -> None:
-    class Budget(Strict):
-        """How much."""
-
-        bytes: Annotated[int, Field(ge=3)] = 4
-        """Those of a step."""
-        silent: int = 0
-
-    class More(Policy):
-        budget: Budget = Field(default=Budget(), description="What a step may send.")
-        named: dict[str, Budget] = {}  # noqa: RUF012
-
-    text = policy_reference(More)
-    assert "| `budget` | [`budget`](#budget) |" in text
-    assert "| What a step may send. |" in text
-    assert "| `named` | mapping to: [`budget`](#budget) |" in text
-    assert "## `budget`" in text
-    assert "| `bytes` | whole number, at least 3 | `4` | Those of a step. |" in text
-    # Without a description there is no meaning, which the test of all rows does not let pass.
-    assert "| `silent` | whole number | `0` |  |" in text

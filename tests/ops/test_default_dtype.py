@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from support.exact import equal
-from support.trials import SIZES, Trial, trials
+from support.trials import OPERATORS, SIZES, Trial, trials
 from tagc.ops import cpu, get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
@@ -20,8 +20,6 @@ from tagc.ops.cpu import thresholds as cpu_thresholds
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.selfcheck.calls import OPERATORS
-from tagc.selfcheck.cases import case_of
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 # One of each format; all is in float32, so that a dtype by default is another one.
@@ -44,7 +42,7 @@ def set_default() -> Iterator[Callable[[torch.dtype], None]]:
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):
     ops = get_ops("cpu", name)
-    cases = [case_of(call, inputs) for call, inputs in trial.calls]
+    cases = list(trial.cases())
     wanted = [case.run(ops, Tensor.clone) for case in cases]
     set_default(dtype)
     for case, before in zip(cases, wanted, strict=True):
@@ -52,7 +50,7 @@ def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):
 
 
 def test_all_operators_are_run():
-    assert {call.operator for trial in TRIALS for call, _ in trial.calls} == {*OPERATORS}
+    assert {case.call.operator for trial in TRIALS for case in trial.cases()} == {*OPERATORS}
 
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from support.kernel_cases import kernels
-from support.sketch_cases import CPU, REFERENCE
 from tagc.ops import compiles_ahead, cpu, get_ops, reference
 from tagc.ops.implementations import _warn_reference
 
 
 def test_choice(monkeypatch):
+    monkeypatch.delenv("TAGC_OPS", raising=False)
     assert get_ops("cpu") is cpu
     assert get_ops("cpu", "reference") is reference
     monkeypatch.setenv("TAGC_OPS", "reference")
@@ -40,6 +43,12 @@ def test_what_cannot_run_the_kernels_gets_the_reference_with_a_warning(why, monk
     monkeypatch.setattr(name, (lambda _: None) if value is None else value)
     with pytest.warns(UserWarning, match=message):
         assert get_ops("cuda") is reference
+
+
+def test_the_kernels_package_imports_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import tagc.triton_kernels"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -81,15 +90,3 @@ def test_scratch_is_released():
 def test_what_cannot_run_is_refused(device, name, message):
     with pytest.raises(ValueError, match=message):
         get_ops(device, name)
-
-
-def test_get_ops(monkeypatch):
-    monkeypatch.delenv("TAGC_OPS", raising=False)
-    assert get_ops("cpu") is CPU
-    monkeypatch.setenv("TAGC_OPS", "reference")
-    assert get_ops("cpu") is REFERENCE
-    assert get_ops("cpu", "cpu") is CPU
-    with pytest.raises(ValueError, match="unknown implementation 'numba'; choose from auto, "):
-        get_ops("cpu", "numba")
-    with pytest.raises(ValueError, match="'cpu' does not run on cuda"):
-        get_ops("cuda", "cpu")

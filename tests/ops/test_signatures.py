@@ -37,11 +37,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function, eval_str=True)
 
 
-def test_the_contract_is_found():
-    assert {"encode", "quantize", "quantize_matrix", "select", "release"} <= set(CONTRACT)
-    assert all("self" in signature_of(method).parameters for method in CONTRACT.values())
-
-
 def test_has_the_operators_and_nothing_else(ops):
     # Those for devices can be compiled ahead, see `DeviceOps`.
     ahead = ["compiling_only"] if ops not in (cpu, reference) else []

@@ -1,4 +1,6 @@
-"""Symbols against their definition; sums of symbols are sums of lanes."""
+"""Packed groups: the sum of symbols decodes to the lanes' sums, whatever overflowed on the way."""
+
+from __future__ import annotations
 
 import itertools
 import math
@@ -11,61 +13,37 @@ from hypothesis import strategies as st
 from support import oracle
 from tagc.ops.symbols import SYMBOLS, pack, resolve_symbol, unpack, wrap_int32
 
+examples = settings(deadline=None, max_examples=100, derandomize=True)
 by_name = pytest.mark.parametrize("symbol", SYMBOLS.values(), ids=lambda s: s.name)
-examples = settings(deadline=None, max_examples=60, derandomize=True)
 
 
 def lane(symbol):
-    low, high = -symbol.qmax - 1, symbol.qmax
-    return st.one_of(st.integers(low, high), st.sampled_from([low, low + 1, -1, 0, 1, high]))
+    return st.integers(-(1 << (symbol.bits - 1)), (1 << (symbol.bits - 1)) - 1)
 
 
-def groups(symbol):
-    return st.lists(
-        st.lists(lane(symbol), min_size=symbol.lanes, max_size=symbol.lanes),
-        min_size=1,
-        max_size=20,
-    )
+def group(symbol):
+    return st.lists(lane(symbol), min_size=symbol.lanes, max_size=symbol.lanes)
 
 
-def test_formats():
+def test_formats_and_a_worked_example():
     shapes = {s.name: (s.lanes, s.bits) for s in SYMBOLS.values()}
     assert shapes == {"int8x4": (4, 8), "int16x2": (2, 16), "int32x1": (1, 32)}
-
-
-def test_worked_example():
     symbol = SYMBOLS["int8x4"]
-    q = torch.tensor([[-1, 2, 0, 0], [1, -2, 0, 3]])
-    v = pack(q, symbol)
+    v = pack(torch.tensor([[-1, 2, 0, 0], [1, -2, 0, 3]]), symbol)
     assert v.tolist() == [511, 1 - 512 + 3 * 2**24]
     assert unpack(v.sum(0, dtype=torch.int32), symbol).tolist() == [0, 0, 0, 3]
 
 
-@given(st.integers(-(2**62), 2**62))
-@examples
-def test_wrap_int32(v):
-    wrapped = wrap_int32(torch.tensor([v]))
-    assert wrapped.dtype == torch.int32
-    assert wrapped.item() == oracle.signed(v, 32)
-
-
 @by_name
-@given(data=st.data())
+@given(v=st.integers(-(2**31), 2**31 - 1), data=st.data())
 @examples
-def test_pack_follows_the_definition_and_unpack_undoes_it(symbol, data):
-    q = data.draw(groups(symbol))
-    v = pack(torch.tensor(q), symbol)
-    assert v.dtype == torch.int32
-    assert v.tolist() == [oracle.pack(row, symbol.bits) for row in q]
-    lanes = unpack(v, symbol)
-    assert lanes.dtype == torch.int32
-    assert lanes.tolist() == q
-
-
-@by_name
-@given(v=st.integers(-(2**31), 2**31 - 1))
-@examples
-def test_every_word_is_the_symbol_of_its_lanes(symbol, v):
+def test_pack_follows_the_definition_and_unpack_undoes_it(symbol, v, data):
+    """And every word is the symbol of its lanes."""
+    q = data.draw(st.lists(group(symbol), min_size=1, max_size=20))
+    words = pack(torch.tensor(q), symbol)
+    assert words.dtype == torch.int32
+    assert words.tolist() == [oracle.pack(row, symbol.bits) for row in q]
+    assert unpack(words, symbol).tolist() == q
     lanes = unpack(torch.tensor([v], dtype=torch.int32), symbol)
     assert lanes.tolist() == [oracle.unpack(v, symbol.lanes, symbol.bits)]
     assert pack(lanes, symbol).tolist() == [v]
@@ -77,14 +55,8 @@ def test_every_word_is_the_symbol_of_its_lanes(symbol, v):
 def test_sums_that_fit_decode_whatever_overflowed_before(symbol, data):
     """All but the last rank send anything; the last brings every lane sum back into range."""
     ranks = data.draw(st.integers(2, 12))
-    sent = data.draw(
-        st.lists(
-            st.lists(lane(symbol), min_size=symbol.lanes, max_size=symbol.lanes),
-            min_size=ranks - 1,
-            max_size=ranks - 1,
-        )
-    )
-    total = data.draw(st.lists(lane(symbol), min_size=symbol.lanes, max_size=symbol.lanes))
+    sent = data.draw(st.lists(group(symbol), min_size=ranks - 1, max_size=ranks - 1))
+    total = data.draw(group(symbol))
     sent.append([t - sum(column) for t, column in zip(total, zip(*sent, strict=True), strict=True)])
     # The balancing lanes may need more than their bits: the definition covers them all the same.
     words = torch.tensor([oracle.pack(q, symbol.bits) for q in sent], dtype=torch.int32)
@@ -122,14 +94,7 @@ def test_levels_fit_every_rank(symbol, data):
 
 
 @by_name
-def test_levels_of_too_many_ranks(symbol):
-    assert symbol.levels(symbol.qmax) == 1
-    with pytest.raises(ValueError, match=rf"{symbol.name} cannot hold a sum over .* 'auto'"):
-        symbol.levels(symbol.qmax + 1)
-
-
-@by_name
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("world", [1, 3, 8])
 def test_step_shift_leaves_the_headroom(symbol, world):
     """``levels * step`` lies within a factor of two below ``2**headroom`` thresholds, or at it."""
     levels = symbol.levels(world)
@@ -151,20 +116,16 @@ def test_step_shift_leaves_the_headroom(symbol, world):
 )
 def test_auto_is_the_narrowest_with_7_levels(world, name):
     symbol = resolve_symbol("auto", world)
-    assert symbol.name == name
+    assert symbol is resolve_symbol(name, 2)
     assert math.floor(symbol.qmax / world) >= 7
-
-
-def test_names_resolve_to_themselves():
-    for name, symbol in SYMBOLS.items():
-        assert resolve_symbol(name, 2) is symbol
 
 
 @pytest.mark.parametrize(
     ("name", "world", "message"),
     [
         ("int8", 2, r"unknown symbol 'int8'; choose from int8x4, .*, int32x1 or auto"),
-        ("int8x4", 128, r"int8x4 cannot hold a sum over 128 ranks"),
+        ("int8x4", 128, r"int8x4 cannot hold a sum over 128 ranks.* 'auto'"),
+        ("int16x2", 32768, r"int16x2 cannot hold a sum over .* 'auto'"),
         ("auto", 306783379, r"no symbol can hold a sum over 306783379 ranks"),
     ],
 )

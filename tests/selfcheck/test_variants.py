@@ -14,14 +14,13 @@ import torch
 from support.compiled import compiling
 from support.launches import Variant, noting_launches
 from support.marks import slow
+from support.trials import PLACEMENTS, case_of
 from tagc.collect import rehearse
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
 from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy, data_parallel_policies
 from tagc.selfcheck import Call, Recorder, every_call
-from tagc.selfcheck.cases import case_of
-from tagc.selfcheck.placement import PLACEMENTS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 OPS = get_ops("cuda", "triton")

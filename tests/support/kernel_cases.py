@@ -20,14 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from device.interpreted import ORDERS, Watched
-from support import interpreter, oracle
+from support import interpreter
 from support.paths import ROOT
-
-I32 = torch.int32
 
 
 class Cases(dict[str, Callable[[str], None]]):
@@ -44,7 +40,7 @@ class Cases(dict[str, Callable[[str], None]]):
         return register
 
     def tests(
-        self, file: str, *few: str, more: tuple[str, ...] = (), edges: bool = False
+        self, file: str, *few: str, more: tuple[str, ...] = (), interpreted: list[str]
     ) -> tuple[Any, Any, Any, Any]:
         """Make a test file's tests: the fixture ``outcome``, ``test_interpreted``,
         ``test_compiled`` and ``test_on_a_gpu``. The file must assign them to these names.
@@ -53,19 +49,17 @@ class Cases(dict[str, Callable[[str], None]]):
             file: ``__file__``.
             few: cases that `make test` emulates for sm_90, and `make test-device` for sm_80, too.
             more: others that `make test-device` emulates for sm_80.
-            edges: `make test` interprets no case; otherwise one in 16.
+            interpreted: those that `make test` interprets.
         """
         assert {*few, *more} <= {*self}, {*few, *more} - {*self}
         device, name = pytest.mark.device, Path(file).stem
-        rare = [bool(edges or i % 16) for i in range(len(self))]
-        pairs = zip(self, rare, strict=True)
-        some = [pytest.param(n, marks=[device] if is_rare else []) for n, is_rare in pairs]
+        some = [pytest.param(n, marks=[] if n in interpreted else [device]) for n in self]
         emulated = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
         emulated += [pytest.param(n, 80, marks=[device]) for n in (*few, *more)]
 
         @pytest.fixture(scope="session")
         def outcome(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
-            return interpreted(file, request, tmp_path_factory.mktemp(name))
+            return _interpreted(file, request, tmp_path_factory.mktemp(name))
 
         # All of them run in another process, which one of the workers starts.
         @pytest.mark.xdist_group(f"interpreted {name}")
@@ -110,7 +104,7 @@ class Cases(dict[str, Callable[[str], None]]):
             results.write_text(json.dumps(outcome))
 
 
-def interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str, Any]]:
+def _interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str, Any]]:
     """Run a test file's requested cases in Triton's interpreter. By name, return a traceback or
     None as ``failure``, and ``launches``: all, and those of several programs."""
     results = directory / "results.json"
@@ -132,40 +126,3 @@ def interpreted(file: str, request: Any, directory: Path) -> dict[str, dict[str,
 def kernels(name: str) -> Any:
     """A module of the kernels' package."""
     return importlib.import_module(f"tagc.triton_kernels.{name}")
-
-
-def placed(x: Tensor | None, device: str, aligned: bool) -> Tensor | None:
-    """A copy on the device: the middle of a wider buffer, or 16-byte aligned rows."""
-    if x is None:
-        return None
-    if not aligned:
-        x = oracle.widened(x)
-        assert x._base is not None
-        wide = x._base.to(device, copy=True)
-        return wide[..., 3:-5]
-    return x.to(device, copy=True)
-
-
-def check_margins(view: Tensor | None) -> None:
-    if view is not None and view._base is not None and view._base.shape[-1] == view.shape[-1] + 8:
-        copy = view._base.cpu()
-        oracle.check_margins(copy[..., 3:-5])
-
-
-def same(name: str, got: Tensor | None, want: Tensor | None) -> None:
-    if want is None:
-        assert got is None
-        return
-    assert got is not None
-    got = got.cpu()
-    if want.dtype == torch.bool:
-        assert torch.equal(got, want), name
-        return
-    if not oracle.same_bits(got, want):
-        where = (got.float() != want.float()).nonzero()[:4].tolist()
-        raise AssertionError(f"{name} differs at {where or 'signs of zeros or NaNs'}")
-
-
-def canonical(x: Tensor | None) -> Tensor | None:
-    """Replace every NaN by the same one."""
-    return x if x is None or x.dtype == I32 else torch.where(x.isnan(), torch.nan, x)

@@ -1,24 +1,29 @@
-"""Calls of operators for tests. A trial has one format and pair of dtypes, in all sizes that may
-trip a kernel, with inputs of every kind. Tests compare each implementation with the reference on
-the same trials. :mod:`tagc.selfcheck` makes the calls and their inputs.
+"""The table of operators' cases: formats, dtypes, sizes and inputs.
+
+A trial has one format and pair of dtypes, in all sizes that may trip a kernel, with inputs of every
+kind, made by :mod:`tagc.selfcheck`; `support/edges.py` has others, where the arithmetic gets tight.
+Tests compare the reference with the contract, and every implementation with the reference.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.selfcheck import Call, sketch_calls
-from tagc.selfcheck.cases import case_of
+from tagc.selfcheck import Call, every_call, sketch_calls
+from tagc.selfcheck.calls import OPERATORS as OPERATORS
+from tagc.selfcheck.cases import case_of as case_of
 from tagc.selfcheck.checking import complaint_about
 from tagc.selfcheck.everything import (
     block_calls,
@@ -29,7 +34,9 @@ from tagc.selfcheck.everything import (
     matrix_calls,
     steer_call,
 )
+from tagc.selfcheck.inputs import Case as Case
 from tagc.selfcheck.inputs import Inputs
+from tagc.selfcheck.placement import PLACEMENTS as PLACEMENTS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL, ROUGH, TIES = "usual", "rough", "ties"
@@ -37,37 +44,57 @@ USUAL, ROUGH, TIES = "usual", "rough", "ties"
 
 @dataclass(frozen=True)
 class Trial:
-    """Some calls, each with its inputs.
+    """Some cases.
 
     Attributes:
         name: of the operators' family and the format, with the dtypes of gradient and residual.
+        makers: functions that make the cases.
         compiled: whether the CPU kernels of these dtypes are compiled before the tests run.
     """
 
     name: str
-    calls: tuple[tuple[Call, Inputs], ...]
+    makers: tuple[Callable[[], Iterable[Case]], ...]
     compiled: bool = True
+
+    @classmethod
+    def of(cls, name: str, calls: Iterable[tuple[Call, Inputs]], compiled: bool = True) -> Trial:
+        """Calls, each with inputs of a kind."""
+        return cls(name, tuple(partial(_one, *call) for call in calls), compiled)
+
+    def cases(self) -> Iterator[Case]:
+        """Make the cases."""
+        for make in self.makers:
+            yield from make()
 
     def check(self, ops: Ops, device: torch.device, *placements: str) -> None:
         """Compare an implementation with the reference, to the bit.
 
         Args:
             placements: where tensors lie, see :mod:`tagc.selfcheck.placement`, in turn; default:
-                all of them for each call.
+                all of them for each case.
         """
-        for i, (call, inputs) in enumerate(self.calls):
+        for i, case in enumerate(self.cases()):
             where = {"placements": [placements[i % len(placements)]]} if placements else {}
-            complaint = complaint_about(ops, device, case_of(call, inputs), **where)
-            assert complaint is None, f"{call} of {inputs}: {complaint}"
+            complaint = complaint_about(ops, device, case, **where)
+            assert complaint is None, f"{case.call}, case {i}: {complaint}"
 
     def parts(self, count: int) -> list[Trial]:
         """Split the trial into numbered trials of a few sizes each."""
-        each, left = divmod(len(self.calls), count)
-        assert not left, f"{self.name}: {len(self.calls)} calls cannot be split into {count} parts"
+        each, left = divmod(len(self.makers), count)
+        assert not left, f"{self.name}: {len(self.makers)} cases cannot be split into {count} parts"
         return [
-            replace(self, name=f"{self.name}, {i + 1}", calls=self.calls[i * each : (i + 1) * each])
+            replace(self, name=f"{self.name}, {i + 1}", makers=self.makers[i * each :][:each])
             for i in range(count)
         ]
+
+
+def _one(call: Call, inputs: Inputs) -> list[Case]:
+    return [case_of(call, inputs)]
+
+
+def case_with(operator: str, tensors: Mapping[str, Tensor | None], **options: Any) -> Case:
+    """A call of an operator with these tensors."""
+    return Case(Call(operator, (), (), tuple(options.items())), dict(tensors), ())
 
 
 # Rows of a trial's table, and those of all formats: each gets some of them.
@@ -137,7 +164,7 @@ def _blocks(each: int | None) -> Iterator[Trial]:
             of_row = block_calls(layout, (grad, residual), average, divisor, ranks)
             calls += [(_twofold(call), given) for call in of_row]
         compiled = (bits, grad, residual) in BLOCKS
-        yield Trial(_name("blocks", bits, grad, residual), tuple(calls), compiled)
+        yield Trial.of(_name("blocks", bits, grad, residual), calls, compiled)
     for (bits, grad), rows in _dealt(BLOCK_SIZES, [*DITHERED, (4, BF16), (8, F16)], each):
         calls = []
         for block, numel, R, *_, kind in rows:
@@ -145,7 +172,7 @@ def _blocks(each: int | None) -> Iterator[Trial]:
             given = Inputs(kind=kind, destinations=min(R, 2))
             calls.append((dithered_call(layout, grad), given))
         compiled = (bits, grad) in DITHERED or grad == F16
-        yield Trial(_name("dithered", bits, grad), tuple(calls), compiled)
+        yield Trial.of(_name("dithered", bits, grad), calls, compiled)
 
 
 def _twofold(call: Call) -> Call:
@@ -203,7 +230,7 @@ def _matrices(each: int | None) -> Iterator[Trial]:
             encoder, decoder = matrix_calls(layout, (grad, residual), average, divisor, ranks)
             calls += [(replace(encoder, rows=(D,)), given), (_twofold(decoder), given)]
         compiled = (bits, group, grad, residual) in MATRICES
-        yield Trial(_name("matrix", bits, group, grad, residual), tuple(calls), compiled)
+        yield Trial.of(_name("matrix", bits, group, grad, residual), calls, compiled)
 
 
 # symbol, gradient, residual
@@ -270,7 +297,7 @@ def _sketches(each: int | None) -> Iterator[Trial]:
             of_row = encoder_calls(layout, (grad, residual), divisor, W, capacity)
             calls += [(call, given) for call in (*of_row, *sketch_calls(layout))]
         compiled = (symbol, grad, residual) in SKETCHES
-        yield Trial(_name("sketch", symbol, grad, residual), tuple(calls), compiled)
+        yield Trial.of(_name("sketch", symbol, grad, residual), calls, compiled)
 
 
 def _others() -> Iterator[Trial]:
@@ -280,17 +307,17 @@ def _others() -> Iterator[Trial]:
             (lag_call(dtype), Inputs(kind=kind, elements=n, share=share))
             for n, kind in zip((0, 1, 31, 2048, 5003, 6144), kinds, strict=True)
         ]
-        yield Trial(_name("lag", dtype), tuple(calls))
+        yield Trial.of(_name("lag", dtype), calls)
         calls = [
             (call, Inputs(kind=kind, elements=n))
             for n, kind in zip((0, 1, 7, 4096, 5003, 9001), kinds, strict=True)
             for call in fingerprint_calls(dtype)
         ]
-        yield Trial(_name("fingerprint", dtype), tuple(calls))
+        yield Trial.of(_name("fingerprint", dtype), calls)
     shapes = ((1, 1), (2, 8), (3, 5), (7, 37), (43, 3), (8, 16))
     for parity in (0, 1):
         steered = [(steer_call(*shape), Inputs(seed=seed)) for shape in shapes for seed in (0, 1)]
-        yield Trial(f"steer {parity}", tuple(steered[parity::2]))
+        yield Trial.of(f"steer {parity}", steered[parity::2])
 
 
 # Sizes of each format where all of them would take long.
@@ -315,7 +342,7 @@ def shards(numel: int) -> Trial:
         calls += encoder_calls(layout, (dtype, None), 2, 2)
     given = Inputs(kind=ROUGH, small=False)
     of_shards = [call for call in calls if "out" in dict(call.dtypes)]
-    return Trial(f"shards of {numel}", tuple((call, given) for call in of_shards))
+    return Trial.of(f"shards of {numel}", [(call, given) for call in of_shards])
 
 
 def trials(each: int | None = None) -> list[Trial]:
@@ -325,3 +352,8 @@ def trials(each: int | None = None) -> list[Trial]:
         each: sizes of every format, so that all formats together have all; default: all for each.
     """
     return [*_blocks(each), *_matrices(each), *_sketches(each), *_others()]
+
+
+def one_of_each() -> list[Case]:
+    """A case of every operator, as in the check before training."""
+    return [case_of(call) for call in {call.operator: call for call in every_call()}.values()]

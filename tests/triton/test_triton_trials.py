@@ -1,4 +1,4 @@
-"""The Triton operators give the bits of the reference, for generated inputs of many sizes.
+"""The Triton operators give the bits of the reference, on the table of operators' cases.
 
 Every case runs interpreted on the CPU, compiled and emulated, and, where there is a GPU, natively
 (``-m gpu``).
@@ -6,15 +6,37 @@ Every case runs interpreted on the CPU, compiled and emulated, and, where there 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from support.edges import (
+    BF16,
+    CODES,
+    F32,
+    both_ways,
+    changed,
+    check_lag_in_place,
+    edges,
+    encoding,
+    large_tables,
+    layout_of,
+    matrix,
+    random_matrix,
+    tensors_of,
+    ties,
+)
 from support.kernel_cases import Cases, kernels
-from support.trials import SHARDS, SIZES, Trial, shards, trials
-from tagc.selfcheck.placement import PLACEMENTS
+from support.trials import PLACEMENTS, SHARDS, SIZES, Case, Trial, shards, trials
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
@@ -22,18 +44,105 @@ CASES = Cases()
 PLACED = ("not aligned", "aligned", "messages in wider rows, not aligned")
 
 
-def case(trial: Trial) -> None:
+def case(trial: Trial, patches: Callable[[], Any] = contextlib.nullcontext) -> None:
     # The placement of tensors alternates between calls, and between cases.
     turn = len(CASES) % len(PLACED)
 
     @CASES(trial.name)
     def _(device: str) -> None:
-        trial.check(kernels("ops"), torch.device(device), *PLACED[turn:], *PLACED[:turn])
+        with patches():
+            trial.check(kernels("ops"), torch.device(device), *PLACED[turn:], *PLACED[:turn])
+
+
+@contextlib.contextmanager
+def sized(**modules: dict[str, Any]) -> Iterator[None]:
+    """With smaller tiles and the like in kernels' modules, instead of inputs of millions."""
+    with contextlib.ExitStack() as stack:
+        for name, values in modules.items():
+            stack.enter_context(mock.patch.multiple(kernels(name), **values))
+        yield
+
+
+def sized_case(name: str, make: Callable[[], Iterable[Case]], **modules: dict[str, Any]) -> None:
+    case(Trial(name, (make,)), lambda: sized(**modules))
+
+
+def put_off() -> Iterator[Case]:
+    """More groups of one size than fit, of which one program trims several tiles."""
+    for form, n, hashes in (
+        (("int32x1", F32, F32), 3000, 4), (("int8x4", BF16, BF16), 12_000, 4),
+        (("int8x4", BF16, BF16), 12_000, 1),
+    ):  # fmt: skip
+        made = encoding(form, n, W=1, hashes=hashes, seed=4)
+        t = tensors_of(made)
+        t["grad"].clamp_(-1, 1)
+        t["residual"].zero_()
+        t["threshold"].fill_(1.0)
+        yield from both_ways(made)
+
+
+def full_bin() -> Iterator[Case]:
+    """As many sizes in one bin as a program may count."""
+    n = 2 * 32 * 1024 - 37
+    for size in (1.0, 3.9):
+        made = changed(encoding(("int32x1", BF16, None), n, W=1, hashes=4), capacity=64)
+        t = tensors_of(made)
+        t["grad"].fill_(size)
+        t["grad"][0, -9:] = 5.0
+        t["threshold"].fill_(1.0)
+        yield made
+
+
+def short_of_cells() -> Iterator[Case]:
+    for symbol in ("int8x4", "int32x1"):
+        yield from both_ways(encoding((symbol, F32, F32), 1200, "all above", hashes=3, room=1.3))
+
+
+def long_rows() -> Iterator[Case]:
+    for (bits, group, _), columns in zip(CODES, (170, 300, 600), strict=True):
+        x = random_matrix((1, 3, columns), np.random.default_rng(columns)).to(BF16)
+        yield from matrix(x, bits, group, x, dtype=BF16)
 
 
 for of_format in trials(SIZES):
     for one in of_format.parts(SIZES):
         case(one)
+OF_TABLE = len(CASES)
+# Thousands of programs: only a GPU runs them.
+MANY = [trial for trial in edges() if "largest row" in trial.name]
+for trial in edges():
+    if trial not in MANY:
+        case(trial)
+sized_case("ties over several programs", lambda: ties(((3000, 700), (3000, 1400))),
+           trim={"_WORDS": 4})  # fmt: skip
+sized_case("a program that trims several tiles", put_off, trim={"_PROGRAMS": 2, "_WORDS": 4})
+sized_case("a program with a full bin", full_bin, trim={"_PROGRAMS": 1})
+sized_case(
+    "rows longer than a program's tile", long_rows,
+    matrix_dequantize={"_WORDS": 16}, matrix_groups={"_WARPS": 1}, matrix_columns={"_PROGRAMS": 1},
+)  # fmt: skip
+# Steps of all launches but the last, of the last, launches, room: 63 are the least.
+for steps, last, launches, room in ((1, 1, 1, 256), (1, 1, 4, 256), (2, 3, 3, 63), (1, 0, 1, 63)):
+    limits = {"_STEPS": steps, "_NO_LIMIT": last, "ROOM": room}
+    sized_case(
+        f"peeling in few steps: {steps} {last} {launches} {room}", short_of_cells,
+        peel=limits | {"launches": lambda layout, count=launches: count}, table={"_CELLS": 512},
+    )  # fmt: skip
+# When interpreted, few programs that do much at once; compiled, they would not fit.
+WIDE = {
+    "table": {"_CELLS": 1 << 13, "PROGRAMS": 60},
+    "peel": {"SCAN_BLOCK": 1 << 15},
+    "keys": {"_FILL": 1 << 14},
+}
+sized_case(
+    "large tables", large_tables, **(WIDE if os.environ.get("TRITON_INTERPRET") == "1" else {})
+)
+
+
+@CASES("lag: in place")
+def _(device: str) -> None:
+    check_lag_in_place(kernels("ops"), device)
+
 
 # --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
@@ -45,12 +154,25 @@ FEW = (
     "steer 0, 1",
 )
 # Each compiles for ten seconds.
-LARGE = ("sketch int8x4 bfloat16 bfloat16, 2",)
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(__file__, *FEW, more=LARGE)
+LARGE = (
+    "sketch int8x4 bfloat16 bfloat16, 2",
+    "sketch: a cell for each group, and groups that are put off",
+)
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, *FEW, more=LARGE, interpreted=list(CASES)[:OF_TABLE:16]
+)
+
+
+def test_the_least_partition_of_packed_entries():
+    """The most hashes of a cell, and 2 by which the first may be missed, fit 16 bits."""
+    layout = layout_of(next(iter(large_tables())))
+    for partition, expected in ((65539, True), (65538, False)):
+        assert kernels("table").packed(replace(layout, partition=partition)) is expected
+        assert expected is False or -(-(2**32) // partition) + 2 <= 2**16
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("trial", trials(), ids=lambda trial: trial.name)
+@pytest.mark.parametrize("trial", trials() + MANY, ids=lambda trial: trial.name)
 def test_all_sizes(trial: Trial):
     trial.check(kernels("ops"), torch.device("cuda"), *PLACEMENTS)
 

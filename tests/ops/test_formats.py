@@ -1,0 +1,155 @@
+"""Layouts of messages, and messages written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import oracle
+from support.edges import blocks, matrix
+from support.trials import Case
+from tagc.ops import get_ops
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.matrix import MatrixLayout, shard_shape
+
+REFERENCE = get_ops("cpu", "reference")
+
+
+def words(case: Case) -> list[int]:
+    """Of the first message, unsigned. Trials compare other implementations with the reference."""
+    return [w & oracle.MASK for w in case.run(REFERENCE, Tensor.clone)["message"][0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (BlockLayout, {"numel": -1, "bits": 4}, "numel must not be negative, got -1"),
+        (BlockLayout, {"numel": 1, "bits": 2}, r"bits must be one of \(4, 8\), got 2"),
+        (BlockLayout, {"numel": 1, "bits": 4, "block": 16}, r"in \[32, 4096\], got 16"),
+        (BlockLayout, {"numel": 1, "bits": 4, "block": 8192}, r"in \[32, 4096\], got 8192"),
+        (BlockLayout, {"numel": 1, "bits": 4, "block": 48}, "a power of two .*, got 48"),
+        (MatrixLayout, {"rows": -1, "columns": 1}, "a matrix has columns, got -1 x 1"),
+        (MatrixLayout, {"rows": 1, "columns": 0}, "a matrix has columns, got 1 x 0"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "count": 0}, "count must be at least 1, got 0"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "bits": 3}, r"one of \(1, 2\), got 3"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "group": 4}, "group must be 1 or 8, got 4"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "group": 8, "bits": 2}, "bits must be 1, got 2"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "level": 4.0}, r"in \[0.25, 4\), got 4.0"),
+        (MatrixLayout, {"rows": 1, "columns": 1, "level": math.nan}, r"in \[0.25, 4\), got nan"),
+    ],
+)
+def test_layouts_that_cannot_be(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+def test_words_of_layouts():
+    layout = BlockLayout(numel=1000, bits=4, block=256)
+    assert (layout.levels, layout.blocks) == (7, 4)
+    assert (layout.scale_words, layout.block_words, layout.words) == (2, 32, 2 + 4 * 32)
+    odd = BlockLayout(numel=513, bits=8, block=256)
+    assert (odd.levels, odd.blocks, odd.scale_words, odd.words) == (127, 3, 2, 2 + 3 * 64)
+    assert BlockLayout(numel=0, bits=8).words == 0
+    layout = MatrixLayout(rows=5, columns=70, bits=2)
+    assert (layout.numel, layout.width, layout.codes, layout.row_words) == (350, 2, 70, 5)
+    assert layout.head == (1, 9, 2)
+    assert layout.words == 1 + 9 + 2 + 5 * 5
+    grouped = MatrixLayout(rows=5, columns=70, group=8)
+    # Eight codes of 4 bits in a word; nine groups in a row, the last of 6 elements.
+    assert (grouped.width, grouped.codes, grouped.row_words) == (4, 9, 2)
+    assert MatrixLayout(rows=0, columns=5).words == 0
+    several = MatrixLayout(rows=5, columns=70, bits=2, count=3)
+    assert (several.numel, several.words, several.one) == (3 * 350, 3 * 37, layout)
+    assert [*several.parts][1:] == [
+        (slice(350, 700), slice(37, 74)),
+        (slice(700, 1050), slice(74, 111)),
+    ]
+
+
+@pytest.mark.parametrize(("bits", "group", "per_element"), [(2, 1, 2), (1, 1, 1), (1, 8, 1 / 2)])
+def test_bits_per_element_of_large_matrices(bits, group, per_element):
+    """Scales are little beside codes."""
+    layout = MatrixLayout(rows=4096, columns=15 * 1024, bits=bits, group=group)
+    assert 32 * layout.words / layout.numel == pytest.approx(per_element, abs=0.002)
+
+
+def test_rows_and_columns_of_a_shard():
+    assert shard_shape((7, 5), 0, 4 * 5) == (4, 5)
+    assert shard_shape((7, 6), 1, 7 * 3) == (7, 3)
+    assert shard_shape((7, 3, 2), 0, 4 * 6) == (4, 6)
+    assert shard_shape((7, 4, 2), 1, 7 * 2 * 2) == (7, 4)
+    assert shard_shape((7, 4, 2), 2, 7 * 4) == (7, 4)
+    for shape, dim in itertools.product(((0, 5), (5, 0)), (0, 1)):
+        rows, columns = shard_shape(shape, dim, 0)
+        assert rows * columns == 0
+        assert columns
+
+
+def test_blocks_written_out():
+    """Neighbours lie in neighbouring words: with ``bits=8, block=32``, element 8 i + j is byte i
+    of word j. The scale of 1.0 = 127 / 127 is 0x3F80."""
+    grad = torch.zeros(1, 33)
+    grad[0, :5] = torch.tensor([127.0, -1.0, 2.5, 3.5, 0.5])
+    grad[0, 8], grad[0, 17], grad[0, 24], grad[0, 32] = 5.0, 6.0, -127.0, -254.0
+    found = words(next(blocks(grad, 8, None)))
+    assert found[0] == 0x4000_3F80  # the scales 1 and 2
+    assert found[1:9] == [0x81_00_05_7F, 0x00_06_00_FF, 0x02, 0x04, 0x00, 0x00, 0x00, 0x00]
+    assert found[9:] == [0x81, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_matrix_written_out():
+    """Of three rows and three columns, whose sums are 8, 6 and 0: scales 1, 0.75 and 2**-7 * 0.75.
+
+    The largest sum has the biased exponent 130, and three rows are 2, rounded down, to the power
+    of 1. Bits of 4.0, the upper 12 of them, are 0x408 = 1032.
+    """
+    encode, decode = matrix(torch.tensor([[4.0, -3, 0], [-4, 3, 0], [0, 0, 0]]), divisor=1)
+    base = 8 * (130 - 1) - 136
+    # The fit is (4 * 1 + 3 * 0.75) / (1 + 0.75**2 + (2**-7 * 0.75)**2), nearest to 4.0.
+    byte = 0x408 - base
+    assert words(encode) == [
+        base,
+        15 | 14 << 4 | 0 << 8,
+        byte | byte << 8 | 0 << 16,
+        # Three codes of 1 bit in a word a row is one each: in three words they would be neighbours.
+        0b010,
+        0b001,
+        0b000,
+    ]
+    f = 2.0**-7 * 3
+    out = decode.run(REFERENCE, Tensor.clone)["out"][0]
+    assert out.tolist() == [4.0, -3.0, f, -4.0, 3.0, f, 0.0, 0.0, 0.0]
+
+
+def test_groups_written_out():
+    """Nine groups of 8 and eight codes a word: code ``2 i + j`` is in place i of word j."""
+    grad = torch.ones(1, 9 * 8)
+    places = [3, 0, 7, 5, 1, 2, 6, 4, 0]
+    for t, place in enumerate(places):
+        grad[0, 8 * t + place] = -1.125 if t % 2 else 1.125
+    encode, decode = matrix(grad, 1, 8, divisor=1)
+    codes = [place + 8 * (t % 2) for t, place in enumerate(places)]
+    found = words(encode)
+    # All columns have scale 1, and the row's is 1.125; the largest sum is that, of exponent 127.
+    assert found[0] == 8 * 127 - 136
+    assert found[1:10] == [0xFFFF_FFFF] * 9
+    assert found[10] == 0x3F9 - found[0]
+    assert found[11:] == [
+        sum(code << 4 * i for i, code in enumerate(codes[j::2])) for j in range(2)
+    ]
+    out = decode.run(REFERENCE, Tensor.clone)["out"][0]
+    assert torch.equal(out, torch.where(grad[0].abs() == 1.125, grad[0], 0.0))
+
+
+def test_of_what_is_too_small_nothing_is_sent():
+    """The largest column's mean is `2**-60` or nothing is sent; rows reach 17 octaves below it."""
+    for mean, sends in ((2.0**-60, True), (2.0**-60 * 0.874, False), (0.0, False), (2.0**63, True)):
+        grad = torch.full((4, 8), mean)
+        grad *= torch.tensor([4 - 2.0**-16 - 2.0**-18, 2.0**-16, 2.0**-18, 0.0])[:, None]
+        encode, decode = (case.run(REFERENCE, Tensor.clone) for case in matrix(grad, divisor=1))
+        assert torch.equal(decode["out"][0] + encode["residual"][0], grad.flatten())
+        assert decode["out"].view(4, 8).any(-1).tolist() == [sends, sends, False, False]
