@@ -34,7 +34,7 @@ from support.block_cases import (
 )
 from support.marks import named, slow
 from tagc.ops.blocks import BITS, MIN_SCALE, BlockLayout
-from tagc.ops.cpu.kernels import quantizer
+from tagc.ops.cpu import blocks as cpu_blocks
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_running_average(ops):
 @pytest.mark.parametrize(("bits", "grad_dtype", "residual_dtype"), VARIANTS[:3])
 def test_prepared_is_compiled(bits, grad_dtype, residual_dtype):
     case = make_case(100, 2, 64, (bits, grad_dtype, residual_dtype), np.random.default_rng(4))
-    kernels = (quantizer.quantize_row, quantizer.dequantize_shard)
+    kernels = (cpu_blocks._quantize_row, cpu_blocks._dequantize_row)
     CPU.prepare_blocks(case.layout, grad_dtype, residual_dtype, 0.5)
     before = [len(kernel.signatures) for kernel in kernels]
     message, _ = quantize(CPU, case, 0.5)

@@ -25,7 +25,7 @@ from support.sketch_cases import (
     ranks_to_one,
     variants,
 )
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS

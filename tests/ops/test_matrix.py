@@ -32,7 +32,7 @@ from support.matrix_cases import (
     sizes_on_both,
     variants,
 )
-from tagc.ops.cpu.kernels import matrix as kernels
+from tagc.ops.cpu import matrix as kernels
 from tagc.ops.matrix import MatrixLayout
 
 # Against the contract
@@ -269,7 +269,7 @@ def test_nothing_is_sent_of_what_is_too_small(ops):
 def test_prepared_is_compiled(bits, group, grad_dtype, residual_dtype):
     rng = np.random.default_rng(4)
     case = make_case((3, 70), 2, (bits, group, grad_dtype, residual_dtype), rng)
-    loops = (kernels.quantize_columns, kernels.quantize_rows, kernels.dequantize_rows)
+    loops = (kernels._find_columns, kernels._quantize_rows, kernels._dequantize_rows)
     CPU.prepare_matrix(case.layout, grad_dtype, residual_dtype, 0.5)
     before = [len(kernel.signatures) for kernel in loops]
     message, _ = quantize(CPU, case, 0.5)

@@ -11,7 +11,6 @@ from torch import Tensor
 from support.marks import slow
 from support.trials import SHARDS, SIZES, Trial, shards, trials
 from tagc.ops import ABOVE, KEPT, NONZERO, SATURATED, get_ops
-from tagc.ops.cpu.kernels.output import TILE
 from tagc.selfcheck.calls import OPERATORS
 from tagc.selfcheck.cases import case_of
 
@@ -31,7 +30,6 @@ def test_the_cpu_has_the_bits_of_the_reference(trial: Trial):
 
 @pytest.mark.parametrize("numel", SHARDS)
 def test_shards_of_several_tiles(numel: int):
-    assert TILE - 1 in SHARDS
     shards(numel).check(CPU, HERE, "aligned", "not aligned")
 
 
