@@ -14,7 +14,7 @@ from torch import Tensor
 from support import oracle
 from support.marks import slow
 from support.trials import RARER_SKETCHES, SKETCHES
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.sketch import SketchLayout, plan_layout

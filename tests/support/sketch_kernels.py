@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support import oracle
 from support.kernel_cases import canonical, check_margins, kernels, placed, same
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops import reference
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.sketch import SketchLayout, plan_layout
