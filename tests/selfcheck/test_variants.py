@@ -21,7 +21,7 @@ from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy, data_parallel_policies
 from tagc.selfcheck import Call, Recorder, every_call
 from tagc.selfcheck.cases import case_of
-from tagc.selfcheck.placement import PLACEMENTS
+from tagc.selfcheck.inputs import PLACEMENTS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 OPS = get_ops("cuda", "triton")

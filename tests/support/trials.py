@@ -18,9 +18,7 @@ from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, sketch_calls
-from tagc.selfcheck.cases import case_of
-from tagc.selfcheck.checking import complaint_about
-from tagc.selfcheck.everything import (
+from tagc.selfcheck.calls import (
     block_calls,
     dithered_call,
     encoder_calls,
@@ -28,6 +26,8 @@ from tagc.selfcheck.everything import (
     matrix_calls,
     steer_call,
 )
+from tagc.selfcheck.cases import case_of
+from tagc.selfcheck.checking import complaint_about
 from tagc.selfcheck.inputs import Inputs
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -51,7 +51,7 @@ class Trial:
         """Compare an implementation with the reference, to the bit.
 
         Args:
-            placements: where tensors lie, see :mod:`tagc.selfcheck.placement`, in turn; default:
+            placements: where tensors lie, see :mod:`tagc.selfcheck.inputs`, in turn; default:
                 all of them for each call.
         """
         for i, (call, inputs) in enumerate(self.calls):

@@ -14,7 +14,7 @@ import torch
 
 from support.kernel_cases import Cases, kernels
 from support.trials import SHARDS, SIZES, Trial, shards, trials
-from tagc.selfcheck.placement import PLACEMENTS
+from tagc.selfcheck.inputs import PLACEMENTS
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
