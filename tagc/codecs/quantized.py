@@ -17,7 +17,7 @@ from torch import Tensor
 from tagc.codecs.config import Block, CodecConfig, unit
 from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf
 from tagc.ops.program import Launch, Place
 from tagc.ops.symbols import wrap_int32

@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.extending import overload, register_jitable
 from torch import Tensor
 
-from tagc.basics.locked import locked
+from tagc.basics.files import locked
 
 U, N, F = np.uint32, np.uint64, np.float32
 ABS, INF = U(0x7FFFFFFF), U(0x7F800000)

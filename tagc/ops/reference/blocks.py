@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded
 from tagc.ops.symbols import wrap_int32
 

@@ -234,8 +234,8 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     else:
         sign = _sign(code >= layout.group)[..., None]
         value = _spread(sign, (code & (layout.group - 1))[..., None], layout)
-    said = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
-    return torch.where(f.isnan(), torch.nan, said)
+    value = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
+    return torch.where(f.isnan(), torch.nan, value)
 
 
 def prepare_matrix(

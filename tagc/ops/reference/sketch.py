@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.bitmap import from_bitmap, to_bitmap
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded, select_groups
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import pack, unpack
