@@ -80,7 +80,7 @@ def test_doctor_says_what_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
     monkeypatch.setattr("tagc.ops.cpu.peel", fails)
-    monkeypatch.setattr("tagc.selfcheck.doctor.every_call", lambda: [PEEL])
+    monkeypatch.setattr("tagc.selfcheck.checking.every_call", lambda: [PEEL])
     assert main(["doctor", "--ops", "cpu", "--no-timing"]) == 1
     out = capsys.readouterr().out
     assert "WRONG       peel(" in out

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tagc.basics.inputs import read_regular
+from tagc.basics.files import read_regular
 from tagc.commands.cli import main
 from tagc.plan.alike import _numbers
 from tagc.policy import Policy, PolicyError

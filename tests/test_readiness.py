@@ -24,7 +24,7 @@ from support.distributed import run_ranks
 from support.small_net import local_grads, loss_of, sharded
 from tagc.ops import reference
 from tagc.selfcheck.calls import OPERATORS
-from tagc.selfcheck.placement import PLACEMENTS
+from tagc.selfcheck.inputs import PLACEMENTS
 
 
 def policy_of(codec: dict[str, Any], **feedback: Any) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagc.codecs.selection.capacity import SLACK
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import SLACK, quantization_step
 from tagc.ops import COUNTS, Ops, get_ops, reference
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import BITS, GROUP, MatrixLayout

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils import checkpoint
 
-from tagc.basics.untraced import untraced
+from tagc.basics.tracing import untraced
 
 Model = TypeVar("Model", bound=nn.Module)
 

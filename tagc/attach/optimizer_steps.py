@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from tagc.attach.unit import Unit
-from tagc.basics.untraced import untraced
+from tagc.basics.tracing import untraced
 from tagc.collect import CopyGatherer
 
 

@@ -27,7 +27,7 @@ class Progress:
         """
         self._what, self._total, self._shown = what, total, shown
         self._begin = self._last = time.monotonic()
-        self._done, self._said = 0, False
+        self._done, self._printed = 0, False
 
     def step(self) -> None:
         """Count one more part as done."""
@@ -35,15 +35,17 @@ class Progress:
         now = time.monotonic()
         if now - self._last >= _PATIENCE and self._done != self._total:
             self._last = now
-            self._say(str(self._done) if self._total is None else f"{self._done} of {self._total}")
+            self._print(
+                str(self._done) if self._total is None else f"{self._done} of {self._total}"
+            )
 
     def end(self) -> None:
         """Finish the operation."""
-        if self._said:
-            self._say("done")
+        if self._printed:
+            self._print("done")
 
-    def _say(self, how_far: str) -> None:
+    def _print(self, how_far: str) -> None:
         if self._shown:
             seconds = time.monotonic() - self._begin
             say(f"{self._what}: {how_far}, {seconds:.0f} s")
-            self._said = True
+            self._printed = True

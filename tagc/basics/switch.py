@@ -14,7 +14,7 @@ def is_disabled() -> bool:
     Raises:
         ValueError: if the variable is neither 0 nor 1.
     """
-    said = os.environ.get(DISABLE, "")
-    if said not in ("", "0", "1"):
-        raise ValueError(f"{DISABLE} is {said!r}; it must be 1, 0 or unset")
-    return said == "1"
+    text = os.environ.get(DISABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{DISABLE} is {text!r}; it must be 1, 0 or unset")
+    return text == "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tagc.ops.cpu.kernels.scalar import compiled
+from tagc.ops.cpu.arrays import compiled
 
 
 @compiled

@@ -4,8 +4,6 @@ A policy's *configuration* becomes a *plan* for one segment, with all sizes and 
 unit's programs take for it.
 """
 
-from tagc.codecs.config import CodecConfig
-from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.config import CodecConfig, Special
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest, Span
 from tagc.codecs.registry import CODECS, in_message_order, kind_of, plan_codec
-from tagc.codecs.span import Span
-from tagc.codecs.special import Special

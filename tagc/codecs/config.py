@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
-
-from tagc.codecs.special import Special
 
 
 def unit(name: str) -> FieldInfo:
@@ -52,6 +51,14 @@ def _require_kind(schema: dict[str, Any]) -> None:
     del schema["properties"]["kind"]["default"]
 
 
+class Special(Enum):
+    """Values of a frozen parameter that codecs may change; ``value`` is text for users."""
+
+    NOT_FINITE = "values that are not finite"
+    LARGE = "values at the edge of their dtype"
+    FEW = "only two values, as masks have, or one"
+
+
 class CodecConfig(Strict):
     """The settings of a codec in a policy; `kind` is the codec's name."""
 
@@ -85,7 +92,7 @@ class CodecConfig(Strict):
         return False
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         """The codec's name in texts for users."""
         return f"codec {type(self).model_fields['kind'].default!r}"
 

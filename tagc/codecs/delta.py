@@ -13,16 +13,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from tagc.codecs.config import Block, CodecConfig, unit
-from tagc.codecs.kind import CodecKind
+from tagc.codecs.config import Block, CodecConfig, Special, unit
 from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecKind, CodecPlan, PlanRequest
 from tagc.codecs.quantized import (
     QuantizedParametersConfig,
     QuantizedPlan,
     plan_quantized,
 )
-from tagc.codecs.special import Special
 from tagc.ops.program import Launch, Place
 
 
@@ -60,7 +58,7 @@ class DeltaConfig(CodecConfig):
         return self.bits < 4
 
     @property
-    def spelled(self) -> str:
+    def description(self) -> str:
         return f"codec 'delta' with bits {self.bits}"
 
     @property

@@ -8,10 +8,8 @@ from typing import Literal, Self
 
 import torch
 
-from tagc.codecs.config import CodecConfig
-from tagc.codecs.kind import CodecKind
-from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
-from tagc.codecs.special import Special
+from tagc.codecs.config import CodecConfig, Special
+from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.launches import Get, Put, Sum
 from tagc.ops.program import Launch, Place
 

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from tagc.codecs.config import CodecConfig, Steps, unit
-from tagc.codecs.kind import CodecKind
-from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.launches import DequantizeMatrix, QuantizeMatrix
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.program import Launch, Place

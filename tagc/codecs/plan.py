@@ -1,13 +1,14 @@
-"""The contract of codec plans: the sizes that one segment of a unit sends and stores."""
+"""The contracts of codecs: plans, which have the sizes of a unit's segments, and kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
+from tagc.codecs.config import CodecConfig
 from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
 from tagc.ops.program import Launch, Place
 
@@ -203,3 +204,49 @@ class PlanRequest:
     replicated: bool = False
     feedback: FeedbackRule | None = None
     matrices: Sequence[Sequence[tuple[int, int]]] = ()
+
+
+PlanOf = TypeVar("PlanOf", bound=CodecPlan, covariant=True)
+
+
+class CodecSegment(Protocol[PlanOf]):
+    """Columns ``start`` to ``stop`` of a unit."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def codec(self) -> PlanOf: ...
+
+
+SegmentOf = TypeVar("SegmentOf", bound=CodecSegment[CodecPlan])
+
+
+class Span(NamedTuple, Generic[SegmentOf]):
+    """A segment, its columns of a row, and its words in a message."""
+
+    segment: SegmentOf
+    columns: slice
+    words: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecKind:
+    """One kind of codec.
+
+    Attributes:
+        name: the name in policies.
+        config: the configuration for gradients; None if it cannot send gradients.
+        parameter_config: the configuration for parameters; None if it cannot send parameters.
+        plan: the class of a segment's plan.
+        make_plan: makes a plan from either configuration.
+    """
+
+    name: str
+    config: type[CodecConfig] | None = None
+    parameter_config: type[CodecConfig] | None = None
+    plan: type[CodecPlan]
+    make_plan: Callable[[Any, PlanRequest], CodecPlan]

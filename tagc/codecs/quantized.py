@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.config import Block, CodecConfig, unit
-from tagc.codecs.kind import CodecKind
-from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
+from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf
 from tagc.ops.program import Launch, Place
 from tagc.ops.symbols import wrap_int32
@@ -49,8 +48,8 @@ class QuantizedConfig(CodecConfig):
         return ("none",) if self._stochastic else self.feedback_kinds
 
     @property
-    def spelled(self) -> str:
-        return super().spelled + (" with rounding 'stochastic'" if self._stochastic else "")
+    def description(self) -> str:
+        return super().description + (" with rounding 'stochastic'" if self._stochastic else "")
 
     @property
     def _stochastic(self) -> bool:

@@ -8,12 +8,10 @@ from typing import Any
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.delta import DELTA
 from tagc.codecs.dense import DENSE, plan_empty
-from tagc.codecs.kind import CodecKind
 from tagc.codecs.matrix import MATRIX
-from tagc.codecs.plan import CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecKind, CodecPlan, CodecSegment, PlanRequest
 from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
-from tagc.codecs.span import CodecSegment
 
 CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, DENSE)
 """All codecs, in the order of their words in a unit's message."""

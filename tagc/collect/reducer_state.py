@@ -12,8 +12,8 @@ from torch import Tensor
 from tagc.codecs import kind_of
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES, FeedbackRule
 from tagc.codecs.quantized import dither_seeds
-from tagc.codecs.selection.threshold import STATES, rescale
 from tagc.codecs.sketch import COUNTING, SelectionCount
+from tagc.codecs.sketch.threshold import STATES, rescale
 from tagc.codecs.state import check_counter, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.collect.counters import Counters

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tagc.basics.profiled import profiled, profiling
+from tagc.basics.tracing import profiled, profiling
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
-from tagc.basics.untraced import untraced
+from tagc.basics.tracing import untraced
 from tagc.collect import Transport, UnitReducer, noise_factor
 
 _EVERY = 16

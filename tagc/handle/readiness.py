@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tagc.attach import Unit
-from tagc.basics.locked import locked
+from tagc.basics.files import locked
 from tagc.basics.progress import Progress
 from tagc.collect import rehearse
 from tagc.ops import Ops, compiles_ahead, get_ops

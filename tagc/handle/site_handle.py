@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach.sites import OwnGroup, SiteUnit
-from tagc.basics.untraced import untraced
+from tagc.basics.tracing import untraced
 from tagc.checkpoint import Source, State, UnitState
 from tagc.collect import SiteExchange
 from tagc.handle.handle import Handle

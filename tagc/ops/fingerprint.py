@@ -1,4 +1,5 @@
-"""A fingerprint of a tensor, which detects changes without keeping a copy."""
+"""The hash of sketches, dithers and their seeds, on tensors; and a fingerprint of a tensor, which
+detects changes without keeping a copy."""
 
 from __future__ import annotations
 
@@ -11,6 +12,16 @@ from torch import Tensor
 # Coprime, so no two places within their product have the same weights in both sums.
 WIDTHS = (1024, 1021)
 REST_SHIFT = 17
+MASK = 0xFFFFFFFF
+
+
+def fmix32(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, a bijection, on an int64 tensor that holds uint32 values."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & MASK
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & MASK
+    return x ^ (x >> 16)
 
 
 class FingerprintOps(Protocol):

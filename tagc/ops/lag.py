@@ -1,7 +1,7 @@
 """Undoes the lag of error feedback: the owner's last step with a lead.
 
 Messages carry only a share of gradient plus residual, so the codec's sum is a moving average of
-gradients (see :mod:`tagc.codecs.feedback.error`). The owner inverts it with the last step's sum.
+gradients (see :mod:`tagc.codecs.feedback`). The owner inverts it with the last step's sum.
 """
 
 from __future__ import annotations

@@ -256,4 +256,4 @@ def _plan_segment(
     try:
         return plan_codec(config, request)
     except ValueError as error:  # such as more ranks than the sum of a symbol can hold
-        raise PolicyError(f"{config.spelled} of {params[0].name}: {error}") from None
+        raise PolicyError(f"{config.description} of {params[0].name}: {error}") from None

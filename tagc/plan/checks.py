@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tagc.codecs import CodecConfig, Special
-from tagc.codecs.selection.capacity import MIN_SHARED
+from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
 from tagc.plan.table import as_list, format_bytes
@@ -356,7 +356,7 @@ def matrices_of(
     vectors = [p.name for p in params if len(p.shape) < 2]
     if vectors:
         raise PolicyError(
-            f"{codec.spelled} needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{codec.description} needs rows and columns, but unit {unit.name or '(root)'!r} has "
             f"{as_list(vectors)} with one dimension only; give such parameters "
             f"{codec.for_vectors}"
         )

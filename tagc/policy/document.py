@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tagc.basics.inputs import read_regular
+from tagc.basics.files import read_regular
 from tagc.policy.removed import POLICIES
 from tagc.policy.suggest import nearest, short
 

@@ -73,7 +73,8 @@ class Rule(Selection):
         if value.kind not in kinds:
             if value.kind in codec.feedback_kinds:
                 raise ValueError(
-                    f"kind {value.kind!r} does not fit {codec.spelled}; choose {' or '.join(kinds)}"
+                    f"kind {value.kind!r} does not fit {codec.description}; choose "
+                    f"{' or '.join(kinds)}"
                 )
             if codec.kind == "dense":
                 raise ValueError(

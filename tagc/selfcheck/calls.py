@@ -1,9 +1,10 @@
-"""Records calls of operators: the kinds of their tensors, and their options."""
+"""Kinds of calls of operators: those that a run makes, and all that there are."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +12,11 @@ import torch
 from torch import Tensor
 
 from tagc.ops import Ops
+from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
+from tagc.ops.matrix import BITS as MATRIX_BITS
+from tagc.ops.matrix import GROUP, MatrixLayout
+from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
@@ -121,3 +127,134 @@ def call_of(operator: str, arguments: dict[str, Any]) -> Call:
         tuple((name, a) for name, a in arguments.items() if name not in tensors),
         0 if "layout" in arguments else first.shape[-1] % 16,
     )
+
+
+_I32, _F32 = torch.int32, torch.float32
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_RESIDUALS = (torch.float32, torch.bfloat16, None)
+# Of gradient and residual.
+Dtypes = tuple[torch.dtype, torch.dtype | None]
+_DTYPES: list[Dtypes] = list(itertools.product(_GRADIENTS, _RESIDUALS))
+
+
+def every_call() -> Iterator[Call]:
+    """Calls that together cover every format and every pair of dtypes of each operator."""
+    dtypes = itertools.cycle(_DTYPES)
+    averages, divisors = itertools.cycle((0.0, 0.9)), itertools.cycle((2, 3, 8, 6))
+    for bits, block in itertools.product(BITS, (MIN_BLOCK, 256, MAX_BLOCK)):
+        layout = BlockLayout(numel=4 * block + 16 * (bits + 1), bits=bits, block=block)
+        chosen = next(dtypes), next(averages), next(divisors)
+        yield from block_calls(layout, *chosen)
+        yield dithered_call(layout, chosen[0][0])
+    counts = itertools.cycle((1, 2, 2, 1))
+    codes = [*((bits, 1) for bits in MATRIX_BITS), (1, GROUP)]
+    for (bits, group), columns in itertools.product(codes, (72, 5000)):
+        layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
+        chosen = next(dtypes), next(averages), next(divisors)
+        yield from matrix_calls(layout, *chosen)
+    for dtype in _GRADIENTS:
+        for rest in (0, 3):
+            yield lag_call(dtype, rest)
+        yield from fingerprint_calls(dtype)
+    for shape in ((1, 1), (2, 8)):
+        yield steer_call(*shape)
+    # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
+    keys = itertools.cycle((100, 900, 5000, 1 << 22, 1 << 22, 1 << 19))
+    for symbol in [*SYMBOLS.values()] * 2:
+        some = next(keys)
+        layout = plan_layout(symbol.lanes * some * 20 + 3, symbol, some)
+        yield from encoder_calls(layout, next(dtypes), next(divisors))
+        yield from sketch_calls(layout)
+
+
+def block_calls(
+    layout: BlockLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
+) -> Iterator[Call]:
+    """The calls of codec ``quantized``."""
+    others = (("dither", None),)
+    return _elementwise("quantize", layout, dtypes, average, divisor, ranks, others)
+
+
+def matrix_calls(
+    layout: MatrixLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
+) -> Iterator[Call]:
+    """The calls of codec ``matrix``."""
+    return _elementwise("quantize_matrix", layout, dtypes, average, divisor, ranks, ())
+
+
+def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:
+    """The call of a lead, for gradients of this dtype."""
+    tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
+    return Call("undo_lag", (), tensors, (), rest)
+
+
+def steer_call(segments: int, destinations: int) -> Call:
+    """The call that updates thresholds."""
+    floats = ("target", "max_boost", "scale", "state")
+    tensors = (("counts", _I32), *((name, _F32) for name in floats))
+    return Call("steer", (segments, destinations), tensors, ())
+
+
+def fingerprint_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """The calls that notice changed parameters."""
+    for changed in (None, torch.bool):
+        tensors = (("x", dtype), ("sums", torch.int64), ("before", torch.int64))
+        yield Call("fingerprint", (), (*tensors, ("changed", changed)), (), 0)
+
+
+def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:
+    """The call that rounds stochastically."""
+    tensors = (("grad", gradient), ("residual", None), ("message", _I32), ("dither", _I32))
+    return Call("quantize", (2,), tensors, (("layout", layout), ("average", 0.0)))
+
+
+def _elementwise(operator, layout, dtypes, average, divisor, ranks, others) -> Iterator[Call]:
+    gradient, residual = dtypes
+    yield Call(
+        operator,
+        (ranks,),
+        (("grad", gradient), ("residual", residual), ("message", _I32), *others),
+        (("layout", layout), ("average", average)),
+    )
+    yield Call(
+        f"de{operator}",
+        (1, ranks),
+        (("message", _I32), ("out", gradient)),
+        (("layout", layout), ("divisor", divisor), ("add", False)),
+    )
+
+
+def encoder_calls(
+    layout: SketchLayout, dtypes: Dtypes, divisor: int, ranks: int = 2, capacity: int | None = None
+) -> Iterator[Call]:
+    """Those of codec ``sketch``.
+
+    Args:
+        capacity: groups that a rank may keep; default: the keys, divided among all.
+    """
+    gradient, residual = dtypes
+    W, symbol = ranks, layout.symbol
+    capacity = layout.keys // W if capacity is None else capacity
+    for support in (None, _I32):
+        tensors = (
+            ("grad", gradient), ("residual", residual), ("threshold", _F32), ("step", _F32),
+            ("seed", _I32), ("index", _I32), ("cells", _I32), ("counts", _I32),
+            ("support", support),
+        )  # fmt: skip
+        options = (("layout", layout), ("levels", symbol.levels(W)), ("capacity", capacity))
+        yield Call("encode", (W,), tensors, options)
+    tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
+    yield Call("select", (1,), tensors, (("layout", layout), ("capacity", capacity)))
+    tensors = (
+        ("index", _I32), ("cells", _I32), ("step", _F32), ("seed", _I32),
+        ("out", gradient), ("residual", residual), ("stats", _I32),
+    )  # fmt: skip
+    yield Call("decode", (W,), tensors, (("layout", layout), ("divisor", divisor)))
+
+
+def sketch_calls(layout: SketchLayout) -> Iterator[Call]:
+    """The calls of :class:`tagc.CountSketch`."""
+    options = (("layout", layout),)
+    tensors = (("symbols", _I32), ("index", _I32), ("seed", _I32), ("cells", _I32))
+    yield Call("insert", (), tensors, options)
+    yield Call("peel", (), (("cells", _I32), ("index", _I32), ("seed", _I32)), options)

@@ -15,9 +15,12 @@ from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
-from tagc.selfcheck.inputs import USUAL, Case, Inputs, Maker
-from tagc.selfcheck.placement import GARBAGE
-from tagc.selfcheck.small import (
+from tagc.selfcheck.inputs import (
+    GARBAGE,
+    USUAL,
+    Case,
+    Inputs,
+    Maker,
     small_matrices,
     small_matrix,
 )

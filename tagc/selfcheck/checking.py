@@ -1,19 +1,30 @@
-"""Compares an implementation with the reference, bit for bit, on small inputs, aligned and not."""
+"""Compares an implementation with the reference, bit for bit, on small inputs, aligned and not; at
+``wrap`` for the calls of a model, in ``tagc doctor`` for all."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+import re
+import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tagc.ops import Ops, get_ops
-from tagc.selfcheck.calls import Call
+from tagc.basics.progress import Progress
+from tagc.basics.version import __version__
+from tagc.ops import Ops, compiles_ahead, get_ops
+from tagc.selfcheck.calls import Call, every_call
 from tagc.selfcheck.cases import case_of
-from tagc.selfcheck.inputs import Case
-from tagc.selfcheck.placement import PLACEMENTS
-from tagc.selfcheck.platform import about
+from tagc.selfcheck.inputs import PLACEMENTS, Case
+
+# For example "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54 ...".
+_MODULE = Path("/proc/driver/nvidia/version")
 
 
 class KernelError(RuntimeError):
@@ -34,9 +45,13 @@ class Checked:
     calls: list[Call] = field(default_factory=list)
     failures: dict[Call, str] = field(default_factory=dict)
 
+    @property
+    def where(self) -> str:
+        """The platform as text."""
+        return ", ".join(f"{name} {value}" for name, value in self.platform.items())
+
     def __str__(self) -> str:
-        where = ", ".join(f"{name} {value}" for name, value in self.platform.items())
-        return f"{len(self.calls)} kinds of calls give the reference's bits ({where})"
+        return f"{len(self.calls)} kinds of calls give the reference's bits ({self.where})"
 
 
 _PASSED: set[tuple[str, torch.device, Call]] = set()
@@ -73,7 +88,7 @@ def check(
             complaint = complaint_about(ops, device, case)
             if complaint is not None:
                 if not go_on:
-                    raise KernelError(_message(name, complaint, case, checked.platform))
+                    raise KernelError(_message(name, complaint, case, checked.where))
                 checked.failures[call] = complaint
                 continue
             _PASSED.add((name, device, call))
@@ -108,16 +123,102 @@ def _bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -1, x.contiguous().view(whole))
 
 
-def _message(name: str, complaint: str, case: Case, platform: dict[str, str]) -> str:
+def _message(name: str, complaint: str, case: Case, where: str) -> str:
     shapes = ", ".join(
         f"{n} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         for n, x in case.tensors.items()
         if x is not None
     )
-    where = ", ".join(f"{key} {value}" for key, value in platform.items())
     return (
         f"tagc: {name} does not give the reference's results on this device, so it must not be "
         f"used here. {case.call}: {complaint} (arguments: {shapes}; {where}). Pass "
         "tagc.wrap(..., ops='reference') or set TAGC_OPS=reference, which is slow but exact, and "
         "please report what `tagc doctor` prints"
     )
+
+
+def examine(device: torch.device, ops: str | None = None, *, every: bool = False) -> Checked:
+    """Print the device and its software, and check the operators.
+
+    Args:
+        device: the device to run on.
+        ops: implementation, see :func:`tagc.ops.get_ops`.
+        every: check all kinds of calls on a CPU too, where compiling them takes minutes. If false,
+            a CPU checks one call of every operator.
+
+    Returns:
+        The calls that passed and failed.
+    """
+    for name, value in about(device, driver=True).items():
+        print(f"{name:12}{value}")
+    implementation = get_ops(device, ops)
+    calls = list(every_call())
+    if not every and not compiles_ahead(implementation):
+        calls = list({call.operator: call for call in reversed(calls)}.values())
+    begin, progress = time.monotonic(), Progress("operators checked", len(calls))
+    checked = check(implementation, device, calls, progress=lambda _: progress.step(), go_on=True)
+    progress.end()
+    for call, complaint in checked.failures.items():
+        print(f"WRONG       {call}: {complaint}")
+    print(
+        f"operators   {len(checked.calls)} of {len(calls)} kinds of calls give the reference's "
+        f"bits ({time.monotonic() - begin:.0f} s)",
+        flush=True,
+    )
+    return checked
+
+
+@cache
+def about(device: torch.device | str, *, driver: bool = False) -> dict[str, str]:
+    """The device and the versions of its software, by name.
+
+    Args:
+        driver: if the kernel does not state the driver's version, ask nvidia-smi, which takes a
+            moment; also name Python and the system.
+    """
+    found = {"tagc": __version__, "torch": torch.__version__, "triton": _version("triton")}
+    device = torch.device(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": str(torch.version.cuda),
+        } | found
+        found["driver"] = _loaded_driver() or (_driver() if driver else "unknown")
+    else:
+        found = {
+            "device": device.type,
+            "processor": platform.processor() or platform.machine(),
+        } | found
+        found["numba"] = _version("numba")
+    if driver:
+        found |= {"python": platform.python_version(), "system": platform.platform()}
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _loaded_driver() -> str | None:
+    """Version of the driver module that Linux has loaded; None if it does not say."""
+    try:
+        text = _MODULE.read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module.*?\b(\d+\.[\d.]+)", text)
+    return found[1] if found else None
+
+
+def _driver() -> str:
+    """The driver's version from nvidia-smi, because torch knows only the CUDA version."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({error})"
+    return text.stdout.split("\n")[0].strip()

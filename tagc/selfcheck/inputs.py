@@ -1,12 +1,19 @@
-"""Makes the tensors of a case: random numbers, zeros, large and non-finite values.
+"""Makes the tensors of a case, small ones, and places them in memory as in training.
 
-The check before training uses the usual inputs. Tests also use others (:class:`Inputs`).
+The check before training uses the usual inputs. Tests also use others (:class:`Inputs`). A model's
+layouts are made small, so that the reference takes no time, but the same kernels run: Triton
+compiles a kernel anew if a number is a multiple of 16, so the numbers of blocks, rows and words
+keep their remainders.
+
+Kernels also differ by whether rows are aligned to 16 bytes. In training, gradients and residuals
+are aligned if the parameters' sizes are. Messages lie beside those of other segments at any word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,13 +24,22 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
-from tagc.selfcheck.placement import GARBAGE, is_intact
-from tagc.selfcheck.small import small_blocks, small_sketch
 
 # Values that a few elements get: too large to add, next to zero, and not finite.
 _ROUGH = (torch.nan, torch.inf, -torch.inf, 3.4028234e38, -3.4028234e38, 1e-45, -0.0)
 # A threshold that nothing reaches.
 _OUT_OF_REACH = 2.0**100
+# What outputs hold before a call, and what lies beside rows; NaN for floats.
+GARBAGE = 0x5A5A5A5A
+# Elements before and after a row that is not aligned to 16 bytes.
+_BEFORE, _AFTER = 3, 5
+# Blocks, rows and words of a bitmap for a few programs.
+_BLOCKS, _ROWS, _WORDS = 5, 16, 70
+# From this many columns of all matrices and destinations, kernels process more columns at a time.
+_COLUMNS = 67_584
+# From this many cells of a partition, kernels pack their facts about a cell; words of a bitmap with
+# enough keys for such a table.
+_PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Inputs:
         above: share of a row's groups that reach the threshold; default: a fifth more than fit.
         destinations: rows of an encoding. Except for matrices, they change only a row's stride.
         elements: elements of a row, if no layout gives them; default: enough for a few programs.
-        small: whether layouts are made small, see :mod:`tagc.selfcheck.small`.
+        small: whether layouts are made small.
         share: share of the gradient that a message carries, for the operator that undoes the lag.
         seed: changes the random numbers.
     """
@@ -195,3 +211,111 @@ class Maker:
         if not n:
             return torch.ones(len(x), dtype=torch.float32, device="cpu")
         return size.kthvalue(place, -1).values.clamp(min=2.0**-20)
+
+
+def shortened(numel: int, unit: int, units: int, rest: int = 16) -> int:
+    """``units * unit`` elements or a few more, at most ``numel``. The number of units has the same
+    remainder modulo ``rest`` as in ``numel``, and the elements the same remainder modulo ``unit``.
+    """
+    units += (numel // unit - units) % rest
+    return min(numel, units * unit + numel % unit)
+
+
+def small_blocks(layout: BlockLayout) -> BlockLayout:
+    """A few blocks; the last one is as full as in the model."""
+    units = max(_BLOCKS, 2048 // layout.block)
+    # Two scales share a word.
+    return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
+
+
+def small_matrix(layout: MatrixLayout) -> MatrixLayout:
+    """A few rows of at most two matrices, with all columns, because kernels treat long and short
+    rows differently."""
+    rows = min(layout.rows, _ROWS + layout.rows % 16)
+    return replace(layout, rows=rows, count=min(layout.count, 2))
+
+
+def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayout, int]:
+    """:func:`small_matrix` with at most two destinations; more matrices and destinations if kernels
+    treat many columns differently."""
+    small = small_matrix(layout)
+    columns = min(_COLUMNS, destinations * layout.count * layout.columns)
+    few = -(-columns // (small.count * layout.columns))
+    destinations = min(destinations, max(2, few))
+    count = max(small.count, -(-columns // (destinations * layout.columns)))
+    return replace(small, count=count), destinations
+
+
+def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
+    """A few words of a bitmap, and a table and a capacity for the same share of the groups. A large
+    table stays large enough for the kernels of large tables. Small layouts stay as they are."""
+    lanes = layout.symbol.lanes
+    large = not layout.direct and layout.partition >= _PARTITION
+    numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
+    if numel == layout.numel and not large:
+        return layout, capacity
+    groups = -(-numel // lanes)
+    keys = _share(layout.keys, layout.groups, groups)
+    partition = groups
+    if not layout.direct:
+        # Small tables need more room for each key.
+        partition = max(32, 2 * _share(layout.partition, layout.groups, groups))
+    if large:
+        partition = _PARTITION + layout.partition % 16
+    small = replace(layout, numel=numel, keys=keys, partition=partition)
+    return small, _share(capacity, layout.groups, groups)
+
+
+def _share(part: int, whole: int, of: int) -> int:
+    """``part / whole`` of ``of``, rounded down, but at least 1 if ``part`` is. It is all of ``of``
+    only if ``part`` is all of ``whole``."""
+    if part >= whole:
+        return of
+    return min(max(part * of // whole, min(part, 1)), max(0, of - 1))
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy."""
+    return x.to(device, copy=True).contiguous()
+
+
+def shifted(x: Tensor, device: torch.device) -> Tensor:
+    """A copy within a wider buffer; a plain copy if the tensor holds only a few numbers."""
+    if x.shape[-1] < 2 or (x.dtype == torch.float32 and x.ndim == 1 and x.shape[-1] <= 16):
+        return copied(x, device)
+    return _within(x, device, _BEFORE, _BEFORE + x.shape[-1] + _AFTER)
+
+
+def beside_others(x: Tensor, device: torch.device, *, before: int) -> Tensor:
+    """A copy of a message within wider rows, after ``before`` words; of others, a plain copy."""
+    if x.dtype != torch.int32 or x.ndim < 2:
+        return copied(x, device)
+    # The distance between rows is a multiple of 2 words, but not of 4 words (16 bytes).
+    width = before + x.shape[-1]
+    return _within(x, device, before, width + (2 - width) % 4)
+
+
+def _within(x: Tensor, device: torch.device, before: int, width: int) -> Tensor:
+    garbage = torch.nan if x.dtype.is_floating_point else GARBAGE
+    wide = torch.full((*x.shape[:-1], width), garbage, dtype=x.dtype, device=device)
+    view = wide[..., before : before + x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def is_intact(x: Tensor) -> bool:
+    """Whether the elements beside a placed tensor are unchanged."""
+    wide, before = x._base, x.storage_offset()
+    if wide is None:
+        return True
+    beside = torch.cat([wide[..., :before], wide[..., before + x.shape[-1] :]], dim=-1)
+    return bool((beside.isnan() if x.dtype.is_floating_point else beside == GARBAGE).all())
+
+
+# Functions of a tensor and its device.
+PLACEMENTS = {
+    "aligned": copied,
+    "not aligned": shifted,
+    "messages in wider rows": partial(beside_others, before=4),
+    "messages in wider rows, not aligned": partial(beside_others, before=5),
+}

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from support import oracle
 from support.launching import launch
-from tagc.codecs.selection.capacity import SLACK
-from tagc.codecs.selection.quantization_step import quantization_step, step_scale
-from tagc.codecs.selection.threshold import (
+from tagc.codecs.sketch.plan import SLACK, quantization_step, step_scale
+from tagc.codecs.sketch.threshold import (
     STATES as NAMES,
 )
-from tagc.codecs.selection.threshold import (
+from tagc.codecs.sketch.threshold import (
     Goals,
     ThresholdStart,
     check_controller,

@@ -17,8 +17,8 @@ from support.distributed import on_ranks
 from support.launching import sketch_of
 from support.marks import slow
 from support.units import reduce, spiky, unit_plan, unit_reducer
-from tagc.codecs.selection.threshold import Steer
 from tagc.codecs.sketch import SketchPlan
+from tagc.codecs.sketch.threshold import Steer
 from tagc.collect import UnitReducer
 from tagc.ops import Ops
 from tagc.ops.symbols import SYMBOLS, Symbol

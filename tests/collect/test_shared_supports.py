@@ -9,8 +9,7 @@ from support.distributed import on_ranks
 from support.launching import launch, sketch_of
 from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.codecs.plan import PlanRequest
-from tagc.codecs.sketch.config import SketchConfig
-from tagc.codecs.sketch.plan import plan_sketch
+from tagc.codecs.sketch.plan import SketchConfig, plan_sketch
 from tagc.codecs.sketch.support import Collect, Spread
 from tagc.ops.bitmap import to_bitmap
 

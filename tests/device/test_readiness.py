@@ -14,7 +14,7 @@ from tagc.handle.readiness import make_ready
 from tagc.ops import get_ops
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.selfcheck import KernelError
-from tagc.selfcheck.placement import PLACEMENTS
+from tagc.selfcheck.inputs import PLACEMENTS
 
 from .ptx.launch import emulated
 

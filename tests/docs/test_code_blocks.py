@@ -39,7 +39,7 @@ def test_few_blocks_are_not_run() -> None:
         ("docs/architecture.md", "a drawing"),
         ("docs/dimensions.md", "needs 4 ranks"),
         ("docs/dimensions.md", "needs several ranks"),
-        ("docs/extending.md", "lines of two places in one class"),
+        ("docs/extending.md", "lines of three places"),
         *(
             ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")
             for library in ("Lightning", "transformers", "Accelerate", "torchtitan")

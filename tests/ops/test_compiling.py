@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tagc.ops.cpu.compiling import once_a_host
+from tagc.ops.cpu.arrays import once_a_host
 
 
 def test_one_compiles_at_a_time() -> None:

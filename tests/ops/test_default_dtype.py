@@ -57,7 +57,6 @@ def test_all_operators_are_run():
 def test_prepares(dtype, set_default):
     for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_lag, cpu_thresholds):
         module._compile.cache_clear()  # what is prepared already is not prepared again
-    cpu_sketch._compile_select.cache_clear()
     set_default(dtype)
     cpu.prepare(plan_layout(100, SYMBOLS["int8x4"], 100), F32, F32)
     cpu.prepare_blocks(BlockLayout(numel=100, bits=8), F32, F32, 0.0)

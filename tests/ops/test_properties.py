@@ -17,7 +17,7 @@ from torch import Tensor
 from support import oracle
 from support.edges import BF16, F32, blocks, both_ways, changed, encoding, layout_of, matrix
 from support.trials import Case, case_with
-from tagc.codecs.selection.quantization_step import quantization_step
+from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.blocks import BlockLayout

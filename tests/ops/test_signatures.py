@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -49,14 +47,3 @@ def test_has_the_signature_of_the_contract(ops, name):
     _, *parameters = wanted.parameters.values()
     got = signature_of(getattr(ops, name))
     assert got == wanted.replace(parameters=parameters)
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_refers_to_the_contract(ops, name):
-    found = re.match(
-        r"See :meth:`([\w.]+)\.(\w+)\.(\w+)`", inspect.getdoc(getattr(ops, name)) or ""
-    )
-    assert found, "the docstring begins with 'See :meth:`', and the method's name"
-    module, protocol, method = found.groups()
-    assert method == name
-    assert getattr(getattr(importlib.import_module(module), protocol), name) is CONTRACT[name]

@@ -11,7 +11,7 @@ from torch import Tensor
 from support import contract, oracle
 from support.edges import check_lag_in_place, edges
 from support.marks import slow
-from support.trials import OPERATORS, SHARDS, SIZES, TILE, Trial, shards, trials
+from support.trials import OPERATORS, SHARDS, SIZES, Trial, shards, trials
 from tagc.ops import ABOVE, KEPT, NONZERO, SATURATED, get_ops
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
@@ -44,7 +44,6 @@ def test_the_cpu_has_the_bits_of_the_reference(trial: Trial):
 
 @pytest.mark.parametrize("numel", SHARDS)
 def test_shards_of_several_tiles(numel: int):
-    assert TILE - 1 in SHARDS
     shards(numel).check(CPU, HERE, "aligned", "not aligned")
 
 

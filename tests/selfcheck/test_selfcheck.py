@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.trials import OPERATORS, PLACEMENTS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, every_call, platform
+from tagc.selfcheck import Call, KernelError, Recorder, check, checking, every_call
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
@@ -150,8 +150,8 @@ def test_calls_are_noted_once():
 
 def test_the_driver_is_what_the_kernel_has_loaded(tmp_path, monkeypatch):
     file = tmp_path / "version"
-    monkeypatch.setattr(platform, "_MODULE", file)
-    assert platform._loaded_driver() is None
+    monkeypatch.setattr(checking, "_MODULE", file)
+    assert checking._loaded_driver() is None
     for kind in ("Kernel Module ", "Open Kernel Module for x86_64"):
         file.write_text(f"NVRM version: NVIDIA UNIX {kind} 550.54.15  Tue Mar  5 22:23:56 UTC 2024")
-        assert platform._loaded_driver() == "550.54.15"
+        assert checking._loaded_driver() == "550.54.15"

@@ -222,7 +222,7 @@ def _check_parts(names: dict[str, Any]) -> None:
         said = torch.empty(1, 1001)
         names["SumFloat8"](1).run(message[row : row + 1], said)
         assert torch.equal(said[0] + residual[row], x[row])
-    kind = importlib.import_module("tagc.codecs.kind").CodecKind
+    kind = importlib.import_module("tagc.codecs.plan").CodecKind
     assert isinstance(names["FLOAT8"], kind)
 
     from support.units import normal, reduce, unit_reducer

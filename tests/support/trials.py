@@ -23,9 +23,7 @@ from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, every_call, sketch_calls
 from tagc.selfcheck.calls import OPERATORS as OPERATORS
-from tagc.selfcheck.cases import case_of as case_of
-from tagc.selfcheck.checking import complaint_about
-from tagc.selfcheck.everything import (
+from tagc.selfcheck.calls import (
     block_calls,
     dithered_call,
     encoder_calls,
@@ -34,9 +32,11 @@ from tagc.selfcheck.everything import (
     matrix_calls,
     steer_call,
 )
+from tagc.selfcheck.cases import case_of as case_of
+from tagc.selfcheck.checking import complaint_about
+from tagc.selfcheck.inputs import PLACEMENTS as PLACEMENTS
 from tagc.selfcheck.inputs import Case as Case
 from tagc.selfcheck.inputs import Inputs
-from tagc.selfcheck.placement import PLACEMENTS as PLACEMENTS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL, ROUGH, TIES = "usual", "rough", "ties"
@@ -70,7 +70,7 @@ class Trial:
         """Compare an implementation with the reference, to the bit.
 
         Args:
-            placements: where tensors lie, see :mod:`tagc.selfcheck.placement`, in turn; default:
+            placements: where tensors lie, see :mod:`tagc.selfcheck.inputs`, in turn; default:
                 all of them for each case.
         """
         for i, case in enumerate(self.cases()):

@@ -1,9 +1,8 @@
 """Codec ``sketch``: the largest groups, in a count sketch that is summed on the way."""
 
-from tagc.codecs.kind import CodecKind
+from tagc.codecs.plan import CodecKind
 from tagc.codecs.sketch.codec import COUNTING, SelectionCount, Sketches
-from tagc.codecs.sketch.config import SketchConfig
-from tagc.codecs.sketch.plan import SketchPlan, plan_sketch
+from tagc.codecs.sketch.plan import SketchConfig, SketchPlan, plan_sketch
 
 SKETCH = CodecKind(
     name="sketch",

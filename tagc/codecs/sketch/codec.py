@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tagc.codecs.selection.quantization_step import step_scale
-from tagc.codecs.selection.threshold import (
+from tagc.codecs.plan import Span
+from tagc.codecs.sketch.plan import SketchPlan, step_scale
+from tagc.codecs.sketch.support import Support
+from tagc.codecs.sketch.threshold import (
     ChoiceStart,
     Goals,
     SampleThreshold,
@@ -26,9 +28,6 @@ from tagc.codecs.selection.threshold import (
     check_counts,
     neutral,
 )
-from tagc.codecs.sketch.plan import SketchPlan
-from tagc.codecs.sketch.support import Support
-from tagc.codecs.span import Span
 from tagc.codecs.state import part_of
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.ops.launches import Advance, Copy, Set

@@ -1,16 +1,76 @@
-"""Sizes of codec ``sketch``."""
+"""Configuration and sizes of codec ``sketch``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Literal, Self
 
+from torch import Tensor
+
+from tagc.codecs.config import CodecConfig, Density, Steps
 from tagc.codecs.plan import CodecPlan, PlanRequest, aligned
-from tagc.codecs.selection.capacity import MIN_SHARED, capacity_for
-from tagc.codecs.sketch.config import SketchConfig
 from tagc.ops import COUNTS
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import Symbol, resolve_symbol
+from tagc.ops.thresholds import step_of
+
+# Capacity relative to the target density: groups that a step selects beyond it wait.
+SLACK = 1.0625
+# The smallest capacity of a shared support: its window of exploration takes 32 groups.
+MIN_SHARED = 64
+
+
+class SketchConfig(CodecConfig):
+    """Kept elements, quantized and summed in a count sketch.
+
+    `density` is the fraction of elements that a rank keeps, in (0, 1]. `symbol` is the group size
+    and quantization of one 32-bit symbol; `auto` chooses by the number of ranks.
+
+    With `support: own`, every rank keeps its largest groups, and the sketch has room for their
+    union. With `support: shared`, all ranks keep the groups that the shard's owner chose one step
+    ahead (with DDP, where no rank owns a shard, it is `own`). The first `warmup_steps` reductions
+    are dense, because gradients change fastest at the start of training. (A unit uses the longest
+    warm-up of its rules.)
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
+
+    kind: Literal["sketch"] = "sketch"
+    """The codec's name."""
+    density: Density
+    """Share of the elements that a rank keeps, in the largest groups."""
+    symbol: Literal["auto", "int8x4", "int16x2", "int32x1"] = "auto"
+    """Contents of 32 bits: int8x4 is 4 elements of 8 bits; auto chooses by the number of ranks."""
+    support: Literal["own", "shared"] = "own"
+    """Whether a rank keeps its own largest groups, or those that the shard's owner chose."""
+    warmup_steps: Steps = 0
+    """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
+
+    @property
+    def shares_support(self) -> bool:
+        return self.support == "shared"
+
+
+def capacity_for(density: float, groups: int) -> int:
+    """The most of ``groups`` that a rank keeps per destination: the density plus slack."""
+    return min(groups, int(SLACK * density * groups) + 1)
+
+
+def step_scale(symbol: Symbol, levels: int) -> float:
+    """The ratio of the quantization step to the largest power of two up to the threshold."""
+    return 2.0 ** -symbol.step_shift(levels)
+
+
+def quantization_step(threshold: Tensor, symbol: Symbol, levels: int) -> Tensor:
+    """``2**(floor(log2(threshold)) - symbol.step_shift(levels))``, exactly.
+
+    Args:
+        threshold: float32, within the bounds of :mod:`tagc.ops.thresholds`.
+
+    Returns:
+        float32 of the same shape.
+    """
+    return step_of(threshold, step_scale(symbol, levels))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +108,13 @@ class SketchPlan(CodecPlan):
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the cells of each key, and a table of cells; or the
-        places of a shared support's groups."""
+        """See :meth:`CodecPlan.scratch_bytes`: sizes and keys of groups, or a table of cells; or
+        the places of a shared support's groups."""
         layout = self.layout
         if self.shared:
             # Places in 64 bits, and bits in 32 while they are read.
             return destinations * (16 * layout.groups + 4 * self.capacity) + 4 * layout.groups
-        kept = 4 * self.capacity * (1 + self.symbol.lanes)
-        return max(kept, layout.keys * (4 * layout.hashes + 24) + 24 * layout.cells)
+        return 4 * layout.groups + max(8 * self.capacity, 9 * layout.keys + 12 * layout.cells)
 
     def resized(self, columns: int) -> Self:
         """See :meth:`CodecPlan.resized`: for 4 ranks."""

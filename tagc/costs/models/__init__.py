@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tagc.basics.inputs import read_regular
+from tagc.basics.files import read_regular
 from tagc.basics.quantities import count
 from tagc.costs.models.config import from_config
 from tagc.costs.models.function import from_function

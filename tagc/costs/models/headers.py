@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tagc.basics.inputs import open_regular, read_regular
+from tagc.basics.files import open_regular, read_regular
 from tagc.costs.shapes import ModelError, ModelShapes, check_name
 
 INDEX = "weight_map"

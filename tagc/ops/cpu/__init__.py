@@ -1,24 +1,9 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
-from tagc.ops.cpu.blocks import (
-    dequantize,
-    prepare_blocks,
-    quantize,
-)
+from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
 from tagc.ops.cpu.lag import prepare_lag, undo_lag
-from tagc.ops.cpu.matrix import (
-    dequantize_matrix,
-    prepare_matrix,
-    quantize_matrix,
-)
-from tagc.ops.cpu.sketch import (
-    decode,
-    encode,
-    insert,
-    peel,
-    prepare,
-    select,
-)
+from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
+from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
 from tagc.ops.cpu.thresholds import prepare_thresholds, steer
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
 
@@ -45,4 +30,4 @@ __all__ = [
 
 
 def release() -> None:
-    """See :meth:`tagc.ops.Ops.release`; no buffer is kept between calls."""
+    """No buffer is kept between calls."""

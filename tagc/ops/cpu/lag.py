@@ -1,20 +1,18 @@
-"""Undoes the lag of error feedback."""
+"""Undoes the lag of error feedback, in one pass."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import numpy_of
-from tagc.ops.cpu.compiling import once_a_host
-from tagc.ops.cpu.kernels import lag
+from tagc.ops.cpu.arrays import ABS, INF, F, N, U, bits_of, compiled, numpy_of, once_a_host, store
 
 
 def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> None:
-    """See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     late, share = weights.numpy()
-    lag.undo_lag(numpy_of(decoded), numpy_of(sent), late, share, numpy_of(wide))
+    _undo_lag(numpy_of(decoded), numpy_of(sent), late, share, numpy_of(wide))
     if wide is not out:
         out.copy_(wide)
 
@@ -29,5 +27,16 @@ def _compile() -> None:
 
 
 def prepare_lag() -> None:
-    """See :meth:`tagc.ops.lag.LagOps.prepare_lag`; takes a second."""
+    """Takes a second."""
     _compile()
+
+
+@compiled
+def _undo_lag(decoded, sent, late, share, out):
+    for j in range(N(sent.size)):
+        x = decoded[j]
+        finite = U(bits_of(x) & ABS) < INF
+        x = x if finite else F(0.0)
+        ahead = (x - sent[j] * late) / share
+        sent[j] = x
+        store(out, j, ahead if finite else F(np.nan))

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops import COUNTS
-from tagc.ops.cpu.arrays import NO_SUPPORT, numpy_of, supports, words_of
-from tagc.ops.cpu.compiling import once_a_host
-from tagc.ops.cpu.kernels.bitmap import keys_of
-from tagc.ops.cpu.kernels.decoder import decode_shard, read_cells
-from tagc.ops.cpu.kernels.encoder import insert_shard, keep_marked, write_cells
-from tagc.ops.cpu.kernels.peeler import recover
-from tagc.ops.cpu.kernels.scalar import group_of
-from tagc.ops.cpu.kernels.selection import keep_largest, select_groups
-from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.cpu.arrays import (
+    F,
+    N,
+    U,
+    compiled,
+    group_of,
+    load,
+    numpy_of,
+    once_a_host,
+    store,
+    store_finite,
+    widened,
+    words_of,
+)
+from tagc.ops.cpu.peeling import cell_of, recover, salts_of
+from tagc.ops.cpu.selecting import choose, keys_of, measure, quantize_groups
+from tagc.ops.sketch import COUNTS, SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
+
+_NO_SUPPORT = np.empty(0, np.uint32)
 
 
 def _hashes(layout: SketchLayout) -> int:
@@ -39,31 +49,23 @@ def encode(
     capacity: int,
     support: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
-    if grad.dtype == torch.float16:  # numba has no float16 arithmetic on CPUs
-        grad = grad.float()
-    g, e, words = numpy_of(grad), numpy_of(residual), words_of(index)
-    n, lanes, hashes = layout.numel, layout.symbol.lanes, _hashes(layout)
-    group, groups = group_of(lanes), -(-n // lanes)
-    marks = [NO_SUPPORT] * len(g) if support is None else supports(support, layout.groups)
+    g, e, words = numpy_of(widened(grad)), numpy_of(residual), words_of(index)
+    group = group_of(layout.symbol.lanes)
+    sizes = np.empty(layout.groups, np.uint32)
     for d in range(grad.shape[0]):
         row = None if e is None else e[d]
-        least = threshold[d].numpy().view(np.uint32)[()]
-        chosen = least if capacity < groups else np.uint32(1)
-        above, nonzero, kept, poison, keys, stream = select_groups(
-            g[d], row, n, group, least, chosen, marks[d], capacity, words[d, :-1]
-        )
-        if support is not None:
-            if poison:
-                kept = keep_marked(lanes, kept, keys, stream, words[d, :-1])
-        elif kept > capacity:
-            keep_largest(lanes, capacity, kept, keys, stream, words[d, :-1])
-            kept = capacity
-        saturated = write_cells(
-            row, n, group, step.numpy()[d], seed.numpy()[0], levels, keys[:kept], stream,
-            hashes, layout.partition, cells[d].numpy(),
+        bitmap = words[d, :-1]
+        measure(g[d], row, layout.numel, group, sizes)
+        above, nonzero, kept, poisoned = choose(
+            sizes, threshold.numpy().view(np.uint32)[d], capacity,
+            _NO_SUPPORT if support is None else words_of(support[d]), bitmap,
         )  # fmt: skip
-        words[d, -1] = poison
+        keys, symbols = np.empty(kept, np.uint32), np.empty(kept, np.int32)
+        saturated = quantize_groups(
+            g[d], row, layout.numel, group, sizes, bitmap, step.numpy()[d], levels, keys, symbols
+        )
+        _insert(keys, symbols, seed.numpy()[0], _hashes(layout), layout.partition, cells[d].numpy())
+        words[d, -1] = poisoned
         counts.numpy()[d] = above, nonzero, kept, saturated
 
 
@@ -79,64 +81,17 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
-    group, hashes = group_of(layout.symbol.lanes), _hashes(layout)
+    words = np.bitwise_or.reduce(index.numpy(), axis=0).view(np.uint32)
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-    poisoned = decode_shard(
-        np.bitwise_or.reduce(index.numpy(), axis=0), cells.numpy(), seed.numpy(), hashes,
-        layout.partition, layout.numel, group, step.numpy(), divisor, numpy_of(wide),
-        numpy_of(residual), stats.numpy(),
+    stats.numpy()[:] = _decode(
+        words[:-1], cells.numpy(), seed.numpy()[0], _hashes(layout), layout.partition,
+        layout.numel, group_of(layout.symbol.lanes), step.numpy()[0], F(divisor), numpy_of(wide),
+        numpy_of(residual),
     )  # fmt: skip
-    if poisoned:
+    if words[-1]:
         out.fill_(torch.nan)
     elif wide is not out:
         out.copy_(wide)
-
-
-@once_a_host
-def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run every kernel of encode and decode on small inputs."""
-    symbol = SYMBOLS[name]
-    one, seed = (
-        torch.ones(1, dtype=torch.float32, device="cpu"),
-        torch.zeros(1, dtype=torch.int32, device="cpu"),
-    )
-    counts, stats = (
-        torch.empty(1, COUNTS, dtype=torch.int32, device="cpu"),
-        torch.empty(2, dtype=torch.int32, device="cpu"),
-    )
-    for groups in (32, 1024):  # direct, and with a table that is too small for all groups
-        layout = plan_layout(groups * symbol.lanes, symbol, 1)
-        columns = torch.empty(1, layout.numel, dtype=gradient, device="cpu")
-        left = None if residual is None else torch.zeros_like(columns, dtype=residual)
-        index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
-        cells = torch.empty(1, layout.cells, dtype=torch.int32, device="cpu")
-        # First more groups than the capacity, then a support of groups that are not finite.
-        for value, support in ((1.0, None), (torch.nan, torch.ones_like(index[:, :-1]))):
-            encode(
-                columns.fill_(value), left, one, one, seed, index, cells, counts, layout=layout,
-                levels=1, capacity=1, support=support,
-            )  # fmt: skip
-        index.fill_(-1)[:, -1] = 0  # all groups, not poisoned
-        row = None if left is None else left[0]
-        decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
-
-
-def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; takes seconds for new symbols or dtypes."""
-    _compile(layout.symbol.name, gradient, residual)
-    if layout.direct and residual is not None:
-        _compile_select(layout.symbol.name, residual)
-
-
-@once_a_host
-def _compile_select(name: str, dtype: torch.dtype) -> None:
-    """Run :func:`select` on a small input that exceeds the capacity."""
-    layout = plan_layout(2 * SYMBOLS[name].lanes, SYMBOLS[name], 2)
-    x = torch.ones(1, layout.numel, dtype=dtype, device="cpu")
-    bitmap = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
-    counts = torch.empty(1, COUNTS, dtype=torch.int32, device="cpu")
-    select(x, x[:, 0].float(), bitmap, counts, layout=layout, capacity=1)
 
 
 def select(
@@ -148,27 +103,21 @@ def select(
     layout: SketchLayout,
     capacity: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
     rows, words = numpy_of(x), words_of(bitmap)
-    lanes = layout.symbol.lanes
+    sizes = np.empty(layout.groups, np.uint32)
     for r in range(x.shape[0]):
-        least = threshold[r].numpy().view(np.uint32)[()]
-        chosen = least if capacity < layout.groups else np.uint32(1)
-        above, nonzero, kept, _, keys, stream = select_groups(
-            rows[r], None, layout.numel, group_of(lanes), least, chosen, NO_SUPPORT, capacity,
-            words[r],
-        )  # fmt: skip
-        if kept > capacity:
-            keep_largest(lanes, capacity, kept, keys, stream, words[r])
-        counts.numpy()[r] = above, nonzero, min(kept, capacity), 0
+        measure(rows[r], None, layout.numel, group_of(layout.symbol.lanes), sizes)
+        least = threshold.numpy().view(np.uint32)[r]
+        above, nonzero, kept, _ = choose(sizes, least, capacity, _NO_SUPPORT, words[r])
+        counts.numpy()[r] = above, nonzero, kept, 0
 
 
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
-    insert_shard(
-        symbols.numpy(), words_of(index), seed.numpy()[0], _hashes(layout), layout.partition,
+    keys = keys_of(words_of(index))
+    _insert(
+        keys, symbols.numpy()[keys], seed.numpy()[0], _hashes(layout), layout.partition,
         cells.numpy(),
     )  # fmt: skip
 
@@ -176,15 +125,133 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     keys = keys_of(words_of(index))
     symbols = torch.zeros(layout.groups, dtype=torch.int32, device="cpu")
     stuck = torch.zeros(layout.groups, dtype=torch.bool, device="cpu")
     if layout.direct:
-        symbols.numpy()[keys] = read_cells(keys, cells.numpy())
+        symbols.numpy()[keys] = cells.numpy()[keys]
     else:
-        values, done, _, _ = recover(
-            keys, seed.numpy()[0], layout.hashes, layout.partition, cells.numpy().copy()
-        )
+        salts = salts_of(seed.numpy()[0], layout.hashes)
+        values, done, _ = recover(keys, salts, layout.partition, cells.numpy().copy())
         symbols.numpy()[keys], stuck.numpy()[keys] = values, done == 0
     return symbols, stuck
+
+
+def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Takes seconds for new symbols or dtypes."""
+    _compile(layout.symbol.name, gradient, residual)
+
+
+@once_a_host
+def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+    """Run encode, select and decode on small inputs."""
+    symbol = SYMBOLS[name]
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    seed = torch.zeros(1, dtype=torch.int32, device="cpu")
+    counts = torch.empty(1, COUNTS, dtype=torch.int32, device="cpu")
+    stats = torch.empty(2, dtype=torch.int32, device="cpu")
+    layout = plan_layout(32 * symbol.lanes, symbol, 1)
+    columns = torch.ones(1, layout.numel, dtype=gradient, device="cpu")
+    left = None if residual is None else torch.zeros_like(columns, dtype=residual)
+    index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
+    cells = torch.empty(1, layout.cells, dtype=torch.int32, device="cpu")
+    encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
+    if left is not None:
+        select(left, one, index[:, :-1], counts, layout=layout, capacity=1)
+    row = None if left is None else left[0]
+    decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
+
+
+@compiled
+def _insert(keys, symbols, seed, hashes, partition, cells):
+    """Sketch symbols.
+
+    Args:
+        keys, symbols: ``[count]`` uint32 and int32; keys are all different.
+        seed: int32.
+        hashes: cells of a key; 0 for a direct layout.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32, written.
+    """
+    cells[:] = 0
+    salts = salts_of(seed, hashes)
+    if hashes == 0:
+        for t in range(N(keys.size)):
+            cells[keys[t]] = symbols[t]
+    for i in range(hashes):
+        for t in range(N(keys.size)):
+            c = cell_of(keys[t], salts[i], i, partition)
+            cells[c] = np.int32(cells[c] + symbols[t])
+
+
+@compiled
+def _decode(words, cells, seed, hashes, partition, n, group, step, divisor, out, residual):
+    """Decode sums of sketches. It is one call from Python, because a step calls it for every unit.
+
+    Args:
+        words: ``[words]`` uint32, the bitmap of the present groups.
+        cells: ``[cells]`` int32, the sums, which may become the remaining sums.
+        seed: int32.
+        hashes, partition: as for :func:`_insert`.
+        n: elements.
+        group: a tuple of as many entries as a symbol has lanes.
+        step, divisor: float32.
+        out: ``[n]``, as :func:`store` takes it.
+        residual: ``[n]``, updated, or None.
+
+    Returns:
+        The numbers of groups present, and of groups not recovered.
+    """
+    keys, stuck = keys_of(words), 0
+    if hashes == 0:
+        values = cells[keys]
+    else:
+        salts = salts_of(seed, hashes)
+        values, done, degree = recover(keys, salts, partition, cells)
+        stuck = keys.size - np.count_nonzero(done)
+        if stuck and residual is not None:
+            _estimate(keys, done, degree, salts, partition, cells, n, group, step, residual)
+    for j in range(N(n)):
+        store(out, j, F(0.0))
+    lanes = len(group)
+    for t in range(N(keys.size)):
+        first = N(keys[t]) * N(lanes)
+        for lane in range(N(lanes)):
+            if first + lane < N(n):
+                store(out, first + lane, _lane(values[t], lane, lanes, step) / divisor)
+    return keys.size, stuck
+
+
+@register_jitable(inline="always")
+def _lane(symbol, lane, lanes, step):
+    """float32 element of lane ``lane`` of ``lanes`` of an int32 sum of symbols.
+
+    Adding half of each lane's range undoes all borrows at once: lanes become plain digits.
+    """
+    bits = N(32 // lanes)
+    half = N(1) << (bits - N(1))
+    bias = N(0)
+    for i in range(N(lanes)):
+        bias |= half << (bits * i)
+    digit = ((N(U(symbol)) + bias) >> (bits * N(lane))) & ((half << N(1)) - N(1))
+    return F(F(np.int64(digit) - np.int64(half)) * step)
+
+
+@register_jitable
+def _estimate(keys, done, degree, salts, partition, cells, n, group, step, residual):
+    """Add an estimate of the groups that were not recovered to the owner's residual, from the
+    remaining sums ``cells`` and keys ``degree`` of their cells."""
+    lanes = len(group)
+    for t in range(keys.size):
+        if done[t]:
+            continue
+        first = N(keys[t]) * N(lanes)
+        for lane in range(N(lanes)):
+            if first + lane < N(n):
+                share = F(0.0)
+                for i in range(salts.size):
+                    c = cell_of(keys[t], salts[i], i, partition)
+                    share += _lane(cells[c], lane, lanes, step) / F(degree[c])
+                share /= F(salts.size)
+                at = first + lane
+                store_finite(residual, at, load(residual, at) + share)

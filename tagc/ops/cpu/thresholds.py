@@ -1,21 +1,40 @@
-"""Steering of thresholds."""
+"""Steers thresholds, one after the other."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tagc.ops.cpu.compiling import once_a_host
-from tagc.ops.cpu.kernels import thresholds
-from tagc.ops.sketch import COUNTS
-from tagc.ops.thresholds import STATES
+from tagc.ops.cpu.arrays import INF, F, bits_of, compiled, float_of, once_a_host
+from tagc.ops.sketch import ABOVE, COUNTS, KEPT, NONZERO, SATURATED
+from tagc.ops.thresholds import (
+    BIAS,
+    BIAS_RATE,
+    BOOST,
+    COARSER,
+    EXPONENT,
+    FINER,
+    LONGER,
+    MAX_BIAS,
+    MAX_EXPONENT,
+    MAX_RATIO,
+    MAX_THRESHOLD,
+    MIN_EXPONENT,
+    MIN_THRESHOLD,
+    NEAR,
+    NONZERO_SHARE,
+    NOTHING_ABOVE,
+    SHORTER,
+    SIDE,
+    STATES,
+    STEP,
+    THRESHOLD,
+)
 
 
 def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, state: Tensor) -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.steer`."""
-    thresholds.steer(
-        counts.numpy(), target.numpy(), max_boost.numpy(), scale.numpy(), state.numpy()
-    )
+    _steer(counts.numpy(), target.numpy(), max_boost.numpy(), scale.numpy(), state.numpy())
 
 
 @once_a_host
@@ -26,5 +45,43 @@ def _compile() -> None:
 
 
 def prepare_thresholds() -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.prepare_thresholds`; takes a second."""
+    """Takes a second."""
     _compile()
+
+
+@compiled
+def _steer(counts, target, max_boost, scale, state):
+    one = F(1.0)
+    for i in range(counts.shape[0]):
+        for j in range(counts.shape[1]):
+            above, nonzero = F(counts[i, j, ABOVE]), F(counts[i, j, NONZERO])
+            kept, saturated = F(counts[i, j, KEPT]), F(counts[i, j, SATURATED])
+            boost = state[BOOST, i, j]
+            if saturated * F(COARSER) > kept:
+                boost *= F(2.0)
+            elif saturated * F(FINER) < kept:
+                boost *= F(0.5)
+            boost = min(max(boost, one), max_boost[i])
+            goal = max(min(target[i], nonzero * F(NONZERO_SHARE)), F(0.5))
+            ratio = min(above / (goal * state[BIAS, i, j]), F(MAX_RATIO))
+            bias = state[BIAS, i, j]
+            if F(1 / NEAR) < ratio < F(NEAR):
+                bias *= one + F(BIAS_RATE) * (goal - kept) / goal
+            state[BIAS, i, j] = min(max(bias, one), F(MAX_BIAS))
+            side = F(np.sign(ratio - one))
+            swung = side * state[SIDE, i, j] < F(0.0)
+            p = state[EXPONENT, i, j] * (F(SHORTER) if swung else F(LONGER))
+            p = min(max(p, F(MIN_EXPONENT)), F(MAX_EXPONENT))
+            factor = F(NOTHING_ABOVE)
+            if above > F(0.0):
+                factor = ((one - p) + (one + p) * ratio) / ((one + p) + (one - p) * ratio)
+            if nonzero <= F(0.0):
+                factor = one
+            threshold = state[THRESHOLD, i, j] * factor
+            threshold = min(max(threshold, F(MIN_THRESHOLD)), F(MAX_THRESHOLD))
+            step = float_of(bits_of(threshold) & INF) * scale[i]
+            state[THRESHOLD, i, j] = threshold
+            state[BOOST, i, j] = boost
+            state[EXPONENT, i, j] = p
+            state[SIDE, i, j] = side
+            state[STEP, i, j] = (step if step > F(0.0) else one) * boost

@@ -45,4 +45,4 @@ __all__ = [
 
 
 def release() -> None:
-    """See :meth:`tagc.ops.Ops.release`; no buffer is kept between calls."""
+    """No buffer is kept between calls."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded
 from tagc.ops.symbols import wrap_int32
 
@@ -22,7 +22,6 @@ def quantize(
     average: float,
     dither: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     x = grad.float() if residual is None else grad.float() + residual.float()
     scale, q, left = quantize_rows(x, layout, dither)
     message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
@@ -38,7 +37,6 @@ def quantize(
 def dequantize(
     message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
     total = None
     for row in dequantize_rows(message, layout).unbind(1):
         total = row if total is None else total + row

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> None:
-    """See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
     late, share = weights
     lost = ~decoded.isfinite()
     found = decoded.masked_fill(lost, 0.0)

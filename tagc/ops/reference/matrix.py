@@ -28,7 +28,6 @@ def quantize_matrix(
     layout: MatrixLayout,
     average: float,
 ) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
     for columns, words in layout.parts:
         left = None if residual is None else residual[:, columns]
         _quantize(grad[:, columns], left, message[:, words], layout, average)
@@ -37,7 +36,6 @@ def quantize_matrix(
 def dequantize_matrix(
     message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
 ) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
     for columns, words in layout.parts:
         _dequantize(message[..., words], out[:, columns], layout, divisor, add)
 
@@ -236,8 +234,8 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     else:
         sign = _sign(code >= layout.group)[..., None]
         value = _spread(sign, (code & (layout.group - 1))[..., None], layout)
-    said = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
-    return torch.where(f.isnan(), torch.nan, said)
+    value = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
+    return torch.where(f.isnan(), torch.nan, value)
 
 
 def prepare_matrix(

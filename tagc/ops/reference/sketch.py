@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.bitmap import from_bitmap, to_bitmap
-from tagc.ops.hashing import MASK, fmix32
+from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.reference.select import grouped, rounded, select_groups
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import pack, unpack
@@ -50,7 +50,6 @@ def encode(
     capacity: int,
     support: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
     for d in range(grad.shape[0]):
         x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
         groups = grouped(x, layout.symbol.lanes)
@@ -85,7 +84,6 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
     present = from_bitmap(index[:, : layout.words], layout.groups).any(0)
     poisoned = index[:, layout.words].any()
     symbols, stuck, left, degree = _peel(cells, present, seed, layout)
@@ -114,7 +112,7 @@ def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
 
 
 def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.prepare`; nothing to compile."""
+    """Nothing to compile."""
 
 
 def select(
@@ -126,7 +124,6 @@ def select(
     layout: SketchLayout,
     capacity: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
     for r in range(x.shape[0]):
         groups = grouped(x[r].float(), layout.symbol.lanes)
         kept, _, seen = select_groups(groups, threshold[r], capacity)
@@ -137,7 +134,6 @@ def select(
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
     keys = from_bitmap(index, layout.groups).nonzero().flatten()
     cells.zero_()
     where = positions(keys, seed, layout)
@@ -147,7 +143,6 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     symbols, stuck, _, _ = _peel(cells, from_bitmap(index, layout.groups), seed, layout)
     return symbols, stuck
 

@@ -28,7 +28,6 @@ from tagc.ops.thresholds import (
 
 
 def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, state: Tensor) -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.steer`."""
     threshold, boost, bias, exponent, side, _ = state
     above, nonzero, kept, saturated = (
         counts[..., i].float() for i in (ABOVE, NONZERO, KEPT, SATURATED)

@@ -128,7 +128,7 @@ class Goals:
         target: by segment, how many groups to keep per destination; for a sketch, of all ranks
             together.
         max_boost: by segment, the largest boosts, powers of two; None for 1.
-        scale: by segment, see :func:`tagc.codecs.selection.quantization_step.step_scale`; None if
+        scale: by segment, see :func:`tagc.codecs.sketch.plan.step_scale`; None if
             nothing is quantized.
         learns: by segment, whether the threshold decides which groups are kept, so that a bias is
             learnt from their number; None if it does everywhere.

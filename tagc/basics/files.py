@@ -1,11 +1,20 @@
-"""Reads files that users name: only regular files, up to a limit."""
+"""Reads regular files that users name, up to a limit; locks for the processes of a host."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # on Windows there is no lock
+    fcntl = None
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -42,3 +51,20 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
     return content
+
+
+@contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Hold the lock ``key`` in ``folder``, one process of a host at a time. If files cannot be
+    written there, there is no lock."""
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"compiling-{name}.lock").open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,211 @@
+"""Feedback: what happens to the part of a gradient that a codec did not send.
+
+With ``g`` a rank's gradient, ``e`` its residual and ``C`` the codec, the plain rule is::
+
+    x = g + e; send C(x); e <- x - C(x)
+
+A codec's operator does that in one pass. A kind may change what the operator keeps
+(``old_share``), and what the owner of a shard computes from the sum, with a state of its own.
+
+**A lead.** If a codec's messages carry the share ``K`` of gradient plus residual, a gradient ``g``
+arrives as ``K * g`` in its step, ``K * (1 - K) * g`` in the next, and so on: a moving average, late
+by ``(1 - K) / K`` steps. This lag is small beside the ten steps of a momentum, but it adds to them.
+With momentum ``b``, an optimizer is stable up to a curvature of ``2 (1 + b) / (1 - b)`` over the
+learning rate: 38 for 0.9, but only 1 if gradients are one step late. With a *lead*, the owner
+therefore inverts the average. ``Q`` is the last sum that it received::
+
+    hand out (sum of C(x) - (1 - K) * Q) / K, Q <- sum of C(x)        Q is zero before the first
+
+In total, the owner has then handed out what was sent, plus ``(1 - K) / K * Q``. On average, this
+surplus equals the residuals of all ranks. Quantization noise grows by ``1 / K``, but only where it
+changes from step to step, and a momentum averages that out.
+
+``K`` depends on the codec and on the distribution of gradients: 0.35 for the largest of 8 if they
+are Gaussian, half of that if most are near zero. So it can be measured. A rank knows its gradient
+plus residual before it encodes, ``x``, and what it sends, ``C(x)``. The slope of their regression
+is ``K = E[C(x) x] / E[x x]``. Every owner uses its own measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from tagc.codecs.config import Strict, unit
+from tagc.ops.sampling import LEAST_SHARE
+
+OWNER_RESIDUAL = "owner_residual"
+"""Name, in checkpoints, of the residual of the sums that owners send in two shots."""
+
+
+class FeedbackConfig(Strict):
+    """What happens to the part of a gradient that a codec did not send.
+
+    `residual` keeps it on each rank in `dtype` and adds it to the next gradient. `average` (LoCo)
+    keeps a moving average of it instead, with weight `beta` for the old value and `1 - beta` for
+    the new one, and restarts from zero every `reset_steps` reductions. `none` drops it.
+
+    If a codec sends the share `lead` of gradient plus residual, gradients arrive late, by
+    `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
+    the owner undoes the lag: it hands out `(sent - (1 - lead) * sent before) / lead`. With
+    `measured`, each rank measures the share of every segment on a sample of what it sends.
+    """
+
+    kind: Literal["none", "residual", "average"] = "residual"
+    """Whether what was not sent is kept, averaged or dropped."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stored residual: 4 or 2 bytes per element; not with kind none."""
+    beta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), unit("share")] = 0.8
+    """Weight of the old value in the moving average; kind average only."""
+    reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1), unit("reductions")] = 1024
+    """After how many reductions the moving average restarts from zero; kind average only."""
+    lead: (
+        Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")]
+        | Literal["measured"]
+    ) = 1.0
+    """Share of gradient plus residual that the codec sends in a step, or `measured`; below 1 the
+    owner undoes the lag; kind residual only."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """`dtype` as a torch dtype."""
+        return getattr(torch, self.dtype)
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        if self.kind == "none" and self.dtype != "float32":
+            raise ValueError(f"dtype {self.dtype!r} has no effect: kind 'none' stores nothing")
+        for kind, keys in {
+            "average": {"beta", "reset_steps"},
+            "residual": {"lead"},
+        }.items():
+            unused = sorted(self.model_fields_set & keys)
+            if self.kind != kind and unused:
+                raise ValueError(f"{' and '.join(unused)}: only for the kind {kind!r}")
+        return self
+
+
+SENT = "sent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackRule:
+    """The plain rule. Subclasses change parts of it.
+
+    Attributes:
+        dtype: dtype of the residual.
+    """
+
+    owner_state: ClassVar[str | None] = None
+    """Name of the owner's state in checkpoints; None if the owner keeps nothing."""
+    note: ClassVar[str | None] = None
+    """Advice about the rule that a plan gives the user; None for none."""
+
+    dtype: torch.dtype
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes stored for a row of the residual."""
+        return self.dtype.itemsize * columns
+
+    @property
+    def owner_bytes(self) -> int:
+        """Bytes that an owner stores for an element of its shard."""
+        return 0 if self.owner_state is None else 4
+
+    def scratch_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """The most temporary bytes on a CPU after decoding.
+
+        Args:
+            dtype: dtype of the gradients.
+        """
+        # A mask of the range of float16, and the values clamped to it.
+        each = 9 if dtype == torch.float16 else 0
+        return 0 if self.owner_state is None else each * columns
+
+    @property
+    def old_share(self) -> float:
+        """Share of the old residual that stays: the operators' ``average``; 0 for none."""
+        return 0.0
+
+    @property
+    def restarts(self) -> int | None:
+        """After how many reductions the residual restarts from zero; None for never."""
+        return None
+
+    @property
+    def gain(self) -> float:
+        """The largest factor by which the optimizer's gradients may exceed every sum so far."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(FeedbackRule):
+    """Feedback ``residual``: adds what was not sent to the next gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadFeedback(FeedbackRule):
+    """Error feedback whose lag the owner undoes.
+
+    Attributes:
+        lead: ``K``, the share of gradient plus residual that a message is assumed to carry, below
+            1; None if it is measured.
+    """
+
+    owner_state: ClassVar[str | None] = SENT
+    note: ClassVar[str | None] = (
+        "a lead makes gradients noisier, so an optimizer like Adam takes smaller steps: call "
+        "compressor.keep_rates(optimizer), which measures how much smaller and undoes it, or "
+        "retune the learning rate (docs/quality.md)"
+    )
+
+    lead: float | None
+
+    @property
+    def gain(self) -> float:
+        """See :attr:`FeedbackRule.gain`: the worst case is a sum that changes its sign."""
+        lead = self.lead or LEAST_SHARE
+        return (2 - lead) / lead
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageFeedback(FeedbackRule):
+    """Feedback ``average``: LoCo (arXiv 2407.04480), in DeepSpeed's form.
+
+    ``x = g + e``; send ``C(x)``; ``e <- beta * e + (1 - beta) * (x - C(x))``. ``e`` restarts from
+    zero every ``reset_steps`` reductions. It forgets by design.
+
+    Attributes:
+        beta: share of the old residual that stays.
+        reset_steps: number of reductions after which the residual restarts from zero.
+    """
+
+    beta: float
+    reset_steps: int
+
+    @property
+    def restarts(self) -> int | None:
+        return self.reset_steps
+
+    @property
+    def old_share(self) -> float:
+        return self.beta
+
+
+OWNER_STATES = (SENT,)
+"""Names of the owners' states in checkpoints."""
+
+
+def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
+    """The rule for a policy's settings; None for the kind ``none``, which stores nothing."""
+    dtype = config.stored_dtype
+    if config.kind == "none":
+        return None
+    if config.kind == "average":
+        return AverageFeedback(dtype=dtype, beta=config.beta, reset_steps=config.reset_steps)
+    if config.lead == 1:
+        return ErrorFeedback(dtype=dtype)
+    return LeadFeedback(dtype=dtype, lead=None if config.lead == "measured" else config.lead)
