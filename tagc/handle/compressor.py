@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
-from tagc.attach.groups import bytes_by_dimension
 from tagc.basics.warn import warn
 from tagc.checkpoint import Source, State, UnitState
 from tagc.collect import UnitGatherer, UnitReducer, copy_step_state, restore_step_state
+from tagc.groups.mesh import bytes_by_dimension
 from tagc.handle.collectives import Collectives
 from tagc.handle.handle import Handle
 from tagc.handle.metrics import Metrics, collect

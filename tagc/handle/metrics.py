@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from tagc.attach.groups import DimensionBytes
 from tagc.collect import UnitReducer
+from tagc.groups.mesh import DimensionBytes
 from tagc.plan import format_bytes
 from tagc.policy import Tuning
 

@@ -23,8 +23,6 @@ from tagc.attach import (
     sharding_groups,
     with_specials,
 )
-from tagc.attach.forward import watch_forward
-from tagc.attach.groups import check_meshes
 from tagc.basics.progress import say
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
@@ -40,6 +38,8 @@ from tagc.collect import (
 )
 from tagc.costs import is_automatic, measured_choice
 from tagc.costs.auto import FastestChoice
+from tagc.groups.forward import watch_forward
+from tagc.groups.mesh import check_meshes
 from tagc.handle.collectives import (
     Collectives,
     average_natively,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.fsdp import FSDPModule
 
-from tagc.attach.groups import compress_meshes
+from tagc.groups.mesh import compress_meshes
 from tagc.handle.compressor import compressor
 from tagc.handle.wrapper import wrap
 from tagc.policy import Policy

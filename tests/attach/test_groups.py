@@ -15,9 +15,9 @@ import tagc
 from support.coded_mesh import added, coded, mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
-from tagc.attach.groups import bytes_by_dimension
-from tagc.collect.activations import SMALL_MESSAGE
 from tagc.collect.transport import all_gather, reduce_scatter
+from tagc.groups.activations import SMALL_MESSAGE
+from tagc.groups.mesh import bytes_by_dimension
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 

@@ -1,4 +1,5 @@
-"""Messages between two ranks that a program posts in one batch.
+"""What a compressing group has in flight, as torch knows it: coded collectives, and the messages
+that a program posts in one batch.
 
 Stages of a pipeline send to each other at once, by ``torch.distributed.batch_isend_irecv``. NCCL
 runs the messages of one batch together. It runs messages that it gets one by one in order, so two
@@ -13,17 +14,81 @@ every group where a batch starts and ends, and drops the works of its messages.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tagc.attach.coded_work import SeveralWorks
+from tagc.collect.transport import CollectiveWork, failing_in
 
 _BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
+
+
+class CodedWork(dist.Work):
+    """A collective that is decoded when it is waited for.
+
+    Attributes:
+        work: its messages.
+        finish: decodes them; called once.
+    """
+
+    def __init__(
+        self, work: CollectiveWork, finish: Callable[[], object], arrived: Sequence[Tensor] = ()
+    ) -> None:
+        """
+        Args:
+            arrived: what ``finish`` reads.
+        """
+        super().__init__()
+        self.work, self.finish, self._arrived = work, finish, arrived
+        self._what, self._group = "", None
+        self._result: list[Tensor] = []
+
+    def named(
+        self, what: str, group: dist.ProcessGroup | None, result: Sequence[Tensor]
+    ) -> CodedWork:
+        """This work, with the collective's name for errors, and the tensors that it writes."""
+        self._what, self._group, self._result = what, group, list(result)
+        return self
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the messages, and decode them (on a GPU: on the current stream)."""
+        # Several works in one have no name; each of them names itself.
+        with nullcontext() if self._group is None else failing_in(self._what, self._group):
+            self.work.wait()
+            finish, self.finish = self.finish, lambda: None
+            finish()
+        for message in self._arrived:
+            if message.is_cuda:  # it was made on the stream that started the collective
+                message.record_stream(torch.cuda.current_stream(message.device))
+        self._arrived = ()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether everything has arrived; then it is decoded."""
+        return all(work.is_completed() for work in self.work.works) and self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done, after waiting."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+def several(works: Sequence[dist.Work], result: Sequence[Tensor]) -> CodedWork:
+    """One work for several."""
+    return CodedWork(CollectiveWork(works, 0), lambda: None).named("", None, result)
 
 
 class Batches:
@@ -48,7 +113,7 @@ class Batches:
         if batch is None or batch.frame is not None:
             raise RuntimeError("tagc: a batch of messages ends that did not start")
         self._close(device)
-        return SeveralWorks([*batch.coded, batch], [])
+        return several([*batch.coded, batch], [])
 
     @contextmanager
     def message(self, device: torch.device) -> Iterator[Callable[[Any], Any]]:

@@ -1,8 +1,7 @@
 """Makes the groups that compress: torch's backend ``tagc``, for the dimensions of a device mesh.
 
 Tensor, sequence, context, pipeline and expert parallelism send activations through the group of a
-mesh's dimension, and torch lets every dimension have a backend. Other places that know internals of
-torch's groups: :mod:`tagc.attach.compressed_group` and :mod:`tagc.attach.batches`.
+mesh's dimension, and torch lets every dimension have a backend.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
 from torch.distributed.tensor import DTensor
 
-from tagc.attach.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
+from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.dimensions import DimensionRule
@@ -68,8 +67,8 @@ def bytes_by_dimension() -> dict[str, DimensionBytes]:
 
 def _register_backends(given: Any, groups: Sequence[dist.ProcessGroup]) -> None:
     """Serve groups of the same ranks by new backends, of the kinds that the default group has."""
-    said: Any = dist.get_backend_config()
-    kinds = dist.BackendConfig(said).get_device_backend_map()
+    config: Any = dist.get_backend_config()
+    kinds = dist.BackendConfig(config).get_device_backend_map()
     made: dict[str, Any] = {}
     for device, name in kinds.items():
         if name not in _KINDS:
@@ -107,15 +106,8 @@ _KINDS = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _create(given: Any, options: Any) -> CompressedGroup:
-    """Make a group, for torch: what ``register_backend`` calls for every new one.
-
-    Args:
-        given: torch's ``_DistributedBackendOptions``: the store, the ranks, the timeout.
-        options: :class:`DimensionOptions`, the same on all ranks.
-
-    Raises:
-        RuntimeError: if the ranks' options differ.
-    """
+    """Make a group, for torch: what ``register_backend`` calls for every new one. ``given`` is
+    torch's ``_DistributedBackendOptions``: the store, the ranks, the timeout."""
     if not dist.is_initialized():
         raise ValueError(
             f"backend {BACKEND!r} is for the groups of a mesh's dimensions. Call "
@@ -156,14 +148,14 @@ def _refuse_twin(given: Any, options: DimensionOptions) -> None:
 def _agree(given: Any, mine: str) -> None:
     """Refuse ranks that would code differently, before any of them sends."""
     off = ", disabled" if is_disabled() else ""
-    said = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {mine}{off}"
-    given.store.set(f"tagc/{given.group_rank}", said)
+    ours = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {mine}{off}"
+    given.store.set(f"tagc/{given.group_rank}", ours)
     for rank in range(given.group_size):
         theirs = given.store.get(f"tagc/{rank}").decode()
-        if theirs != said:
+        if theirs != ours:
             raise RuntimeError(
                 f"the ranks of a group of backend {BACKEND!r} differ: rank {given.group_rank} has "
-                f"{said}; rank {rank} has {theirs}. Give all of them the same policy"
+                f"{ours}; rank {rank} has {theirs}. Give all of them the same policy"
             )
 
 
@@ -272,14 +264,14 @@ def check_meshes(model: nn.Module, policy: Policy) -> None:
             made_with = group.rule if isinstance(group, CompressedGroup) else None
             if made_with != rule:
                 raise PolicyError(
-                    f"policy {policy.name!r} says {_spelled(rule)} for dimension {name!r} of the "
-                    f"model's mesh, but its groups were made with {_spelled(made_with)}: make the "
-                    "mesh by tagc.init_device_mesh(..., policy=...) with the policy that you give "
-                    "tagc.wrap"
+                    f"policy {policy.name!r} says {_described(rule)} for dimension {name!r} of the "
+                    f"model's mesh, but its groups were made with {_described(made_with)}: make "
+                    "the mesh by tagc.init_device_mesh(..., policy=...) with the policy that you "
+                    "give tagc.wrap"
                 )
 
 
-def _spelled(rule: DimensionRule | None) -> str:
+def _described(rule: DimensionRule | None) -> str:
     return "nothing" if rule is None else f"{rule.codec.bits} bits (blocks of {rule.codec.block})"
 
 
