@@ -94,13 +94,11 @@ class CompressedGroup(dist.ProcessGroup):
         self._inner._set_group_name(f"{name} inner")
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """The backend's name."""
         return BACKEND
 
     # Reductions in place.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """All-reduce one tensor in place."""
         (tensor,) = tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
@@ -124,7 +122,6 @@ class CompressedGroup(dist.ProcessGroup):
     # All-gathers.
 
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
-        """Gather every rank's ``inp`` in ``out``."""
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not self._codes(inp, inp.numel()):
             self._count_natively(sent)
@@ -139,7 +136,6 @@ class CompressedGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
     ) -> Any:
-        """Gather several tensors."""
         pairs = zip(outs, inps, strict=True)
         return several([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
 
@@ -161,7 +157,6 @@ class CompressedGroup(dist.ProcessGroup):
     # Reduce-scatters.
 
     def _reduce_scatter_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
-        """Add up the ranks' parts of ``inp`` for this rank in ``out``."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
         sent = (self.size() - 1) * out.numel() * out.element_size()
@@ -178,7 +173,6 @@ class CompressedGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
     ) -> Any:
-        """Reduce-scatter several tensors."""
         pairs = zip(outs, inps, strict=True)
         works = [self._reduce_scatter_base(out, inp, opts) for out, inp in pairs]
         return several(works, outs)
@@ -217,7 +211,6 @@ class CompressedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
-        """Send rank ``d`` the ``d``-th tensor."""
         if not all(self._may_code(t) for t in (*outs, *inps)):
             self._count_natively(_bytes_to_others(inps, self.rank()))
             return self._inner.alltoall(outs, inps, *_given(opts))
@@ -236,8 +229,7 @@ class CompressedGroup(dist.ProcessGroup):
     # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        """Start sending a tensor; it does not wait, because a pipeline's next stage may be sending
-        as well."""
+        # It does not wait, because a pipeline's next stage may be sending as well.
         (t,) = tensors
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
@@ -253,7 +245,6 @@ class CompressedGroup(dist.ProcessGroup):
         return self._batches.note(self._started(what, pending, sent, [t], [t]))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        """Start receiving a tensor."""
         (t,) = tensors
         if not self._codes_messages(t):
             with self._batches.message(t.device) as posted:
@@ -269,7 +260,6 @@ class CompressedGroup(dist.ProcessGroup):
         return self._batches.note(self._started(what, pending, 0, [t], [flat.view(t.shape)]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Refused for tensors that are coded."""
         (t,) = tensors
         if self._codes_messages(t):
             raise RuntimeError(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
+from tagc.collect.agree import complaint_of
 from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
@@ -71,38 +72,31 @@ def _register_backends(given: Any, groups: Sequence[dist.ProcessGroup]) -> None:
     kinds = dist.BackendConfig(config).get_device_backend_map()
     made: dict[str, Any] = {}
     for device, name in kinds.items():
-        if name not in _KINDS:
+        if name not in ("gloo", "nccl"):
             raise ValueError(
                 f"backend {BACKEND!r} sends its messages by gloo or nccl, but the default group "
                 f"has {name!r} for device {device!r}"
             )
         if name not in made:
-            made[name] = _KINDS[name](given)
+            made[name] = _backend(name, given)
         kind = getattr(dist.ProcessGroup.BackendType, name.upper())
         for group in groups:
             group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[name])
 
 
-def _gloo(given: Any) -> Any:
-    backend = dist.ProcessGroupGloo(
-        given.store, given.group_rank, given.group_size, timeout=given.timeout
-    )
+def _backend(kind: str, given: Any) -> Any:
+    place = given.store, given.group_rank, given.group_size
+    if kind == "gloo":
+        backend = dist.ProcessGroupGloo(*place, timeout=given.timeout)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = given.timeout
+        options.global_ranks_in_group = given.global_ranks_in_group
+        options.group_name = given.group_id
+        backend = dist.ProcessGroupNCCL(*place, options)
     backend._set_sequence_number_for_group()
     return backend
-
-
-def _nccl(given: Any) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = given.timeout
-    options.global_ranks_in_group = given.global_ranks_in_group
-    options.group_name = given.group_id
-    backend = dist.ProcessGroupNCCL(given.store, given.group_rank, given.group_size, options)
-    backend._set_sequence_number_for_group()
-    return backend
-
-
-_KINDS = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _create(given: Any, options: Any) -> CompressedGroup:
@@ -145,18 +139,19 @@ def _refuse_twin(given: Any, options: DimensionOptions) -> None:
             )
 
 
-def _agree(given: Any, mine: str) -> None:
+def _agree(given: Any, rule: str) -> None:
     """Refuse ranks that would code differently, before any of them sends."""
     off = ", disabled" if is_disabled() else ""
-    ours = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {mine}{off}"
+    ours = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {rule}{off}"
     given.store.set(f"tagc/{given.group_rank}", ours)
-    for rank in range(given.group_size):
-        theirs = given.store.get(f"tagc/{rank}").decode()
-        if theirs != ours:
-            raise RuntimeError(
-                f"the ranks of a group of backend {BACKEND!r} differ: rank {given.group_rank} has "
-                f"{ours}; rank {rank} has {theirs}. Give all of them the same policy"
-            )
+    answers = {
+        rank: {"compression": given.store.get(f"tagc/{rank}").decode()}
+        for rank in range(given.group_size)
+    }
+    remedy = "Give all ranks of a group the same policy"
+    complaint = complaint_of(["compression"], answers, "making a group", remedy)
+    if complaint is not None:
+        raise RuntimeError(complaint)
 
 
 def dimension_options(
@@ -252,11 +247,7 @@ def compress_meshes(meshes: Iterable[DeviceMesh], policy: Policy) -> None:
 
 
 def check_meshes(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model on a mesh that was made with another policy.
-
-    Raises:
-        tagc.PolicyError: naming the dimension and the remedy.
-    """
+    """Refuse a model on a mesh that was made with another policy."""
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     for mesh in meshes:
         for name in mesh.mesh_dim_names or ():

@@ -29,20 +29,12 @@ _BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
 
 
 class CodedWork(dist.Work):
-    """A collective that is decoded when it is waited for.
-
-    Attributes:
-        work: its messages.
-        finish: decodes them; called once.
-    """
+    """A collective whose messages (``work``) are decoded (``finish``) when it is waited for."""
 
     def __init__(
         self, work: CollectiveWork, finish: Callable[[], object], arrived: Sequence[Tensor] = ()
     ) -> None:
-        """
-        Args:
-            arrived: what ``finish`` reads.
-        """
+        """``arrived`` is what ``finish`` reads."""
         super().__init__()
         self.work, self.finish, self._arrived = work, finish, arrived
         self._what, self._group = "", None
@@ -163,20 +155,15 @@ class Batches:
 
 
 class _Batch(dist.Work):
-    """The messages of one batch in flight.
-
-    Attributes:
-        frame: of torch's function, while messages are to come; None if torch ends the batch.
-        left: messages that are still to come; negative if torch ends the batch.
-        coded: works of coded messages, if torch drops them.
-        work: the inner group's, once all messages have started.
-    """
+    """The messages of one batch in flight; ``frame`` is that of torch's function, None if torch
+    itself ends the batch."""
 
     def __init__(self, frame: Any) -> None:
         super().__init__()
-        self.frame, self.left = frame, 0
-        self.coded: list[dist.Work] = []
-        self.work: Any = None
+        self.frame = frame
+        self.left = 0  # messages that are still to come; negative if torch ends the batch
+        self.coded: list[dist.Work] = []  # works that torch drops
+        self.work: Any = None  # the inner group's, once all messages have started
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return self.work.wait()
@@ -189,11 +176,7 @@ class _Batch(dist.Work):
 
 
 def batch_of(frame: Any) -> Any:
-    """The frame of torch's function that posts this message with others; None if there is none.
-
-    Raises:
-        RuntimeError: if this torch's function has no list of messages by the name that is known.
-    """
+    """The frame of torch's function that posts this message with others; None if there is none."""
     while frame is not None and frame.f_code is not _BATCH:
         frame = frame.f_back
     if frame is not None and "p2p_op_list" not in frame.f_locals:

@@ -112,11 +112,7 @@ def _parts_and_states(trainer: Any) -> tuple[list[Any], dict[str, Any]]:
 
 def _check_graphs(trainer: Any, parts: list[Any]) -> None:
     """Refuse CUDA graphs: a graph would repeat the seeds, the warm-up and the decisions of the
-    captured step, and no counter would advance.
-
-    Raises:
-        ValueError: if torchtitan captures forward and backward.
-    """
+    captured step, and no counter would advance."""
     training = getattr(getattr(trainer, "config", None), "training", None)
     on_gpu = any(p.device.type == "cuda" for part in parts for p in part.parameters())
     if on_gpu and getattr(training, "disable_cuda_graphs", True) is False:

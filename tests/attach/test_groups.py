@@ -237,7 +237,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         (
             lambda: dist.new_group(backend="tagc", pg_options=options if rank else other),
             "RuntimeError",
-            "the ranks of a group of backend 'tagc' differ",
+            "tagc compression differs between ranks: rank 0 has",
         ),
         (lambda: dist.new_group(backend="tagc"), "ValueError", "needs to know how to compress"),
         (lambda: tagc.dimension_options("hybrid", "tp"), "PolicyError", "it has: none"),
