@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tagc.basics.version import __version__
 
 if TYPE_CHECKING:
-    from tagc.attach.forward import activations, compress_activations
-    from tagc.attach.groups import dimension_options, init_device_mesh
     from tagc.attach.torchft import SitesLostError
     from tagc.checkpoint import StateError
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
     from tagc.costs import explain
+    from tagc.groups.forward import activations, compress_activations
+    from tagc.groups.mesh import dimension_options, init_device_mesh
     from tagc.handle.compressor import Compressor, compressor
     from tagc.handle.site_handle import Sites
     from tagc.handle.sites import sites
@@ -58,12 +58,12 @@ _HOMES = {
     "SitesLostError": "tagc.attach.torchft",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
-    "activations": "tagc.attach.forward",
-    "compress_activations": "tagc.attach.forward",
+    "activations": "tagc.groups.forward",
+    "compress_activations": "tagc.groups.forward",
     "compressor": "tagc.handle.compressor",
-    "dimension_options": "tagc.attach.groups",
+    "dimension_options": "tagc.groups.mesh",
     "explain": "tagc.costs",
-    "init_device_mesh": "tagc.attach.groups",
+    "init_device_mesh": "tagc.groups.mesh",
     "policies": "tagc.policy",
     "sites": "tagc.handle.sites",
     "wrap": "tagc.handle.wrapper",

@@ -21,6 +21,7 @@ ROOMS = (
     "policies",
     "plan",
     "collect",
+    "groups",
     "attach",
     "checkpoint",
     "costs",

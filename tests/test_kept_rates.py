@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tagc.handle.noise import KeptRates, _decays_apart, divides_by_second_moment
+from tagc.handle.noise import LearningRateScaling, _decays_apart, divides_by_second_moment
 
 
 class Fixed:
@@ -54,7 +54,7 @@ def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
     schedulers = []
     if scheduled == "before":
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-    kept = KeptRates(optimizer, Fixed(2.0), second_moment=None)
+    kept = LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
     if scheduled == "after":
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
     with pytest.raises(OSError, match="in the closure"):
@@ -78,7 +78,7 @@ def test_a_caller_that_kept_the_step_of_before() -> None:
     """Accelerate does, with a gradient scaler: no error can be seen, and still nothing is lost."""
     optimizer, p = stepping()
     step = optimizer.step
-    kept = KeptRates(optimizer, Fixed(2.0), second_moment=None)
+    kept = LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
     step()
     moved = float((1 - p[0]).detach())
     # By twice the rate; the decay is what it was.
@@ -101,7 +101,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([p], lr=rate, capturable=False, foreach=False)
-    KeptRates(optimizer, Fixed(2.0), second_moment=None)
+    LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
@@ -109,7 +109,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 
 def test_a_scaler_that_skips_steps() -> None:
     optimizer, p = stepping()
-    KeptRates(optimizer, Fixed(2.0), second_moment=None)
+    LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
     scaler = torch.amp.GradScaler("cpu")
     for bad in (True, False):
         p.grad = torch.full_like(p, math.inf if bad else 1.0)
@@ -158,7 +158,7 @@ def test_an_optimizer_that_chooses_its_rates_is_refused() -> None:
     optimizer, _ = stepping()
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(ValueError, match="group 0 of AdamW has no learning rate to keep"):
-        KeptRates(optimizer, Fixed(2.0), second_moment=None)
+        LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
     optimizer.param_groups[0].update(lr=0.1, relative_step=True)
     with pytest.raises(ValueError, match="relative_step=False"):
-        KeptRates(optimizer, Fixed(2.0), second_moment=None)
+        LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)

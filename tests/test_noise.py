@@ -24,7 +24,6 @@ from support.small_net import local_grads, local_weights, loss_of, sharded
 from support.states import shared_folder
 from support.units import codec_plan, unit_reducer
 from tagc.handle.noise import (
-    MeasuredUnit,
     NoiseFactors,
     divides_by_second_moment,
     exchange_is_due,
@@ -262,9 +261,9 @@ def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> No
     plan = codec_plan(2, {"kind": "quantized"})
     params = [nn.Parameter(torch.zeros(1)) for _ in plan.info.params]
     unit: Any = SimpleNamespace(info=plan.info, trainable=lambda: params)
-    measured = MeasuredUnit(unit=unit, reducers=(unit_reducer(plan), unit_reducer(plan)))
-    noise = NoiseFactors([measured], None)
-    for reducer, square in zip(measured.reducers, (4.0, 9.0), strict=True):
+    reducers = unit_reducer(plan), unit_reducer(plan)
+    noise = NoiseFactors([(unit, reducers)], None)
+    for reducer, square in zip(reducers, (4.0, 9.0), strict=True):
         assert reducer.gauge is not None
         reducer.gauge.agreed[:] = torch.tensor((square, 1.0), dtype=torch.float64)
     a, b, c, d = (noise.by_parameter()[id(param)] for param in params)

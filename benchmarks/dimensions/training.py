@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import tagc
 from examples.text import load_corpus
-from tagc.attach.groups import bytes_by_dimension
+from tagc.groups.mesh import bytes_by_dimension
 
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes

@@ -13,7 +13,7 @@ average back into the buckets. A bucket is done when all units with a parameter 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from tagc.attach.parameter_sets import Named, info_of_set, parameter_sets
 from tagc.attach.unit import Integration, Unit
-from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
+from tagc.attach.whole import (
+    Named,
+    check_policy,
+    info_of_set,
+    parameter_sets,
+    reduce_whole,
+    whole_on_hosts,
+)
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.collect.transport import failing_in
 from tagc.plan import UnitInfo, as_list
@@ -50,7 +56,7 @@ class DDPUnit(Unit):
     def install(self, reducer: UnitReducer) -> None:
         module = self._module()
         assert module is not None
-        hook = _hook_of(module)
+        hook = getattr(module, _ATTRIBUTE, None)
         if hook is None:
             hook = _Hook(module)
             module.register_comm_hook(hook, _reduce_bucket)
@@ -58,13 +64,13 @@ class DDPUnit(Unit):
             module._comm_hooks.remove((_reduce_bucket, hook))
             object.__setattr__(module, _ATTRIBUTE, hook)
         may_be_unused = module.find_unused_parameters or module.static_graph
-        hook.add(_Collected(self, reducer, _Uses(self._params) if may_be_unused else None))
+        hook.add(_Collected(self, reducer, may_be_unused=may_be_unused))
 
     def restore(self) -> None:
         """See :meth:`Unit.restore`. DDP keeps a hook forever, so from now on tagc's hook does what
         DDP does without one."""
         module = self._module()
-        hook = None if module is None else _hook_of(module)
+        hook = None if module is None else getattr(module, _ATTRIBUTE, None)
         if hook is not None:
             hook.clear()
 
@@ -75,60 +81,43 @@ class DDPUnit(Unit):
         return whole_on_hosts(self.info, ranks)
 
 
-class _Uses:
-    """The parameters that backwards reached since the last reduction, by their index in the unit.
-
-    DDP has such a map itself, but locks it while it calls its hook.
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        # What earlier backwards left in gradients, in `no_sync`, is used.
-        self._used = {i for i, param in enumerate(params) if param.grad is not None}
-        self._size, self._device = len(params), params[0].device
-        # They run before DDP's own, so that a bucket comes after the notes on all it contains.
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(_note, self._used, i))
-            for i, param in enumerate(params)
-        ]
-
-    def on_any_rank(self, group: dist.ProcessGroup) -> list[bool]:
-        """Which parameters any rank used, the same on all ranks; then start over."""
-        mine = [i in self._used for i in range(self._size)]
-        self._used.clear()
-        used = torch.tensor(mine, dtype=torch.int32, device=self._device)
-        with failing_in("agreeing on used parameters", group):
-            Transport(group).all_reduce(used).wait()
-        return used.bool().tolist()
-
-    def remove(self) -> None:
-        """Note no more."""
-        for hook in self._hooks:
-            hook.remove()
-
-
 def _note(used: set[int], index: int, param: Tensor) -> None:
     """A hook of a parameter, which must not hold the parameter."""
     used.add(index)
 
 
-@dataclass
 class _Collected:
-    """The gradients of one unit that have arrived in this backward.
+    """The gradients of one unit that have arrived in this backward."""
 
-    Attributes:
-        uses: the parameters that backwards reached; None if DDP expects all in every backward.
-        views: the gradients in their buckets, by the index of the parameter in the unit.
-    """
+    def __init__(self, unit: DDPUnit, reducer: UnitReducer, *, may_be_unused: bool) -> None:
+        self.unit, self.reducer = unit, reducer
+        # In their buckets, by the index of the parameter in the unit.
+        self.views: dict[int, Tensor] = {}
+        # What backwards reached since the last reduction; None if DDP expects all in each. DDP has
+        # such a map itself, but locks it while it calls its hook.
+        self._used: set[int] | None = None
+        self._hooks = []
+        if may_be_unused:
+            # What earlier backwards left in gradients, in `no_sync`, is used.
+            self._used = {i for i, param in enumerate(unit._params) if param.grad is not None}
+            # They run before DDP's own, so that a bucket comes after the notes on all it contains.
+            self._hooks = [
+                param.register_post_accumulate_grad_hook(partial(_note, self._used, i))
+                for i, param in enumerate(unit._params)
+            ]
 
-    unit: DDPUnit
-    reducer: UnitReducer
-    uses: _Uses | None
-    views: dict[int, Tensor] = field(default_factory=dict)
+    def used_on_any_rank(self, used: set[int]) -> list[bool]:
+        """Which parameters any rank used, the same on all ranks; then start over."""
+        mine = [i in used for i in range(len(self.unit._params))]
+        used.clear()
+        found = torch.tensor(mine, dtype=torch.int32, device=self.unit.device)
+        with failing_in("agreeing on used parameters", self.unit.group):
+            Transport(self.unit.group).all_reduce(found).wait()
+        return found.bool().tolist()
 
-    @property
-    def complete(self) -> bool:
-        """Whether all gradients of the unit are here."""
-        return len(self.views) == len(self.unit._params)
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def missing(self) -> list[str]:
@@ -141,10 +130,10 @@ class _Collected:
         views = [self.views[i] for i in range(len(self.views))]
         self.views.clear()
         names = None
-        if self.uses is not None:
+        if self._used is not None:
             # DDP leaves `.grad` of a parameter that no rank used alone, so its residual must not be
             # sent, whatever an earlier backward left in the bucket.
-            used = self.uses.on_any_rank(self.unit.group)
+            used = self.used_on_any_rank(self._used)
             if not any(used):
                 return
             if not all(used):
@@ -191,8 +180,7 @@ class _Hook:
     def clear(self) -> None:
         """From now on, reduce as DDP does."""
         for unit in self._units:
-            if unit.uses is not None:
-                unit.uses.remove()
+            unit.remove_hooks()
         self._units = []
         # Of each parameter: its unit, and its index there.
         self._places: dict[int, tuple[int, int]] = {}
@@ -214,8 +202,9 @@ class _Hook:
             done: Future[Tensor] = Future(devices=[self._device] if self._stream else [])
             self._waiting.append((mine, done, bucket.buffer()))
             for at in sorted(mine):
-                if self._units[at].complete:
-                    self._units[at].reduce()
+                unit = self._units[at]
+                if len(unit.views) == len(unit.unit._params):
+                    unit.reduce()
                     for units, _, _ in self._waiting:
                         units.discard(at)
             self._resolve()
@@ -289,11 +278,6 @@ def _changed(what: str) -> RuntimeError:
     )
 
 
-def _hook_of(module: DistributedDataParallel) -> _Hook | None:
-    """The state of tagc's hook; None if it was never registered."""
-    return getattr(module, _ATTRIBUTE, None)
-
-
 def _modules(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -308,20 +292,26 @@ def _group_of(module: DistributedDataParallel) -> dist.ProcessGroup:
 
 def find_units(model: nn.Module) -> list[Unit]:
     """The units of a model: its trainable parameters in their own order, at most ``UNIT_BYTES`` of
-    one dtype and device each. A unit is named after its first parameter.
-
-    Raises:
-        ValueError: if DDP's all-reduce cannot be replaced, or already is.
-    """
+    one dtype and device each. A unit is named after its first parameter."""
     units: list[Unit] = []
     for name, module in _modules(model):
         _check(name or "the model", module)
-        units += _units(name, module)
+        group = _group_of(module)
+        for named in parameter_sets(_named_params(name, module), UNIT_BYTES):
+            params = [param for _, param in named]
+            unit = DDPUnit(
+                info=info_of_set(named, group.size()),
+                group=group,
+                device=params[0].device,
+                _module=weakref.ref(module),
+                _params=params,
+            )
+            units.append(unit)
     return units
 
 
 def _check(name: str, module: DistributedDataParallel) -> None:
-    if (hook := _hook_of(module)) is not None and hook.used:
+    if (hook := getattr(module, _ATTRIBUTE, None)) is not None and hook.used:
         raise ValueError(
             f"{name!r} is already wrapped, by itself or as a part of another model; call "
             "tagc.compressor(that_model).remove() first"
@@ -362,11 +352,7 @@ def _named_params(name: str, module: DistributedDataParallel) -> Iterator[Named]
 
 
 def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:
-    """All parameters of a model whose modules are data parallel over one group, and that group.
-
-    Raises:
-        ValueError: if DDP does not keep all trainable parameters equal, or has several groups.
-    """
+    """All parameters of a model whose modules are data parallel over one group, and that group."""
     modules = [*_modules(model)]
     named = [found for name, module in modules for found in _named_params(name, module)]
     kept = {id(param) for _, param in named}
@@ -385,22 +371,9 @@ def planned_units(named: Iterable[Named], world_size: int, ranks_per_host: int) 
     return [whole_on_hosts(info_of_set(params, world_size), ranks_per_host) for params in sets]
 
 
-def _units(name: str, module: DistributedDataParallel) -> Iterator[DDPUnit]:
-    group = _group_of(module)
-    for named in parameter_sets(_named_params(name, module), UNIT_BYTES):
-        params = [param for _, param in named]
-        yield DDPUnit(
-            info=info_of_set(named, group.size()),
-            group=group,
-            device=params[0].device,
-            _module=weakref.ref(module),
-            _params=params,
-        )
-
-
 DDP = Integration(
     name="DDP",
-    spelled="DDP (DistributedDataParallel)",
+    description="DDP (DistributedDataParallel)",
     shards=lambda model: any(True for _ in _modules(model)),
     sharding_groups=lambda model: [_group_of(module) for _, module in _modules(model)],
     find_units=find_units,

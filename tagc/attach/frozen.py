@@ -9,6 +9,7 @@ all ranks decide by what any of them saw.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,35 +18,29 @@ from torch import Tensor
 
 from tagc.attach.unit import Unit
 from tagc.codecs import Special
-from tagc.plan import UnitParam
 
 # Values above this share of the largest number of their dtype are special: codes of few bits and a
 # scale of 8 significant bits round up, in 4 bits by a seventh and more, and must not overflow.
 _EDGE = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardValues:
     """Facts about the values in a shard of a frozen parameter.
 
     Attributes:
-        finite: whether all values are finite.
-        largest: largest magnitude, if all values are finite.
+        largest: largest magnitude; infinite if any value is not finite.
         few: the distinct values if there are at most two; None for more.
     """
 
-    finite: bool
     largest: float
     few: frozenset[float] | None
 
     def merged(self, other: ShardValues) -> ShardValues:
         """The facts about both shards together."""
         few = None if self.few is None or other.few is None else self.few | other.few
-        return ShardValues(
-            finite=self.finite and other.finite,
-            largest=max(self.largest, other.largest),
-            few=few if few is not None and len(few) <= 2 else None,
-        )
+        few = few if few is not None and len(few) <= 2 else None
+        return ShardValues(max(self.largest, other.largest), few)
 
 
 FrozenValues = Mapping[str, ShardValues]
@@ -64,38 +59,35 @@ def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
 
 def with_specials(units: Sequence[Unit], seen: FrozenValues) -> list[Unit]:
     """The units, with the special values that all ranks together saw in frozen parameters."""
-    return [_with_specials(unit, seen) for unit in units]
-
-
-def _with_specials(unit: Unit, seen: FrozenValues) -> Unit:
-    info = unit.gather_info
-    if info is None:
-        return unit
-    params = tuple(_looked_at(param, seen, info.dtype) for param in info.params)
-    return replace(unit, gather_info=replace(info, params=params))
-
-
-def _looked_at(param: UnitParam, seen: FrozenValues, dtype: torch.dtype) -> UnitParam:
-    values = seen.get(param.name)
-    return param if values is None else replace(param, special=_special(values, dtype))
+    found = []
+    for unit in units:
+        info = unit.gather_info
+        if info is not None:
+            params = tuple(
+                replace(param, special=_special(seen[param.name], info.dtype))
+                if param.name in seen
+                else param
+                for param in info.params
+            )
+            unit = replace(unit, gather_info=replace(info, params=params))
+        found.append(unit)
+    return found
 
 
 def _values_of(shard: Tensor) -> ShardValues:
     if shard.numel() == 0 or shard.is_meta:
-        return ShardValues(finite=True, largest=0.0, few=frozenset())
-    smallest, largest = (end.item() for end in shard.aminmax())
+        return ShardValues(0.0, frozenset())
     if not bool(shard.isfinite().all()):
-        return ShardValues(finite=False, largest=0.0, few=None)
+        return ShardValues(math.inf, None)
+    smallest, largest = (end.item() for end in shard.aminmax())
     few = bool(((shard == smallest) | (shard == largest)).all())
     return ShardValues(
-        finite=True,
-        largest=max(abs(smallest), abs(largest)),
-        few=frozenset((smallest, largest)) if few else None,
+        max(abs(smallest), abs(largest)), frozenset((smallest, largest)) if few else None
     )
 
 
 def _special(values: ShardValues, dtype: torch.dtype) -> Special | None:
-    if not values.finite:
+    if values.largest == math.inf:
         return Special.NOT_FINITE
     if values.largest > _EDGE * torch.finfo(dtype).max:
         return Special.LARGE

@@ -23,8 +23,6 @@ from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.plan import FlatBuffer, UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP1Unit(Unit):
@@ -36,7 +34,7 @@ class FSDP1Unit(Unit):
     def install(self, reducer: UnitReducer) -> None:
         if self._root._comm_hook is None:
             self._root.register_comm_hook(None, _hook)
-        self._module._comm_hook_state = _Reduction(self, reducer)
+        self._module._comm_hook_state = (self, reducer)
 
     def trainable(self) -> list[nn.Parameter]:
         """The flat parameter, or with ``use_orig_params`` the model's: :meth:`Unit.trainable`."""
@@ -49,80 +47,50 @@ class FSDP1Unit(Unit):
         for module in FullyShardedDataParallel.fsdp_modules(self._root):
             module._comm_hook = module._comm_hook_state = None
 
-
-@dataclass(frozen=True)
-class _Reduction:
-    """The reduction of one unit, which the hook calls."""
-
-    unit: FSDP1Unit
-    reducer: UnitReducer
-
-    def __call__(self, grad: Tensor, shard: Tensor) -> None:
-        # FSDP does not divide if there is a hook.
-        self.reducer.reduce(shard, grad, self.unit.group, dist.ReduceOp.AVG, self._natively)
-
-    def _natively(
+    def average_natively(
         self, out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
     ) -> CollectiveWork:
         """Average as FSDP1 does: divide by one factor before the sum and by the rest after it."""
-        module: Any = self.unit._module
-        if module._gradient_predivide_factor > 1:
-            inp.div_(module._gradient_predivide_factor)
+        if self._module._gradient_predivide_factor > 1:
+            inp.div_(self._module._gradient_predivide_factor)
         pending = transport.reduce_scatter(out, inp, dist.ReduceOp.SUM)
         pending.wait()
-        if module._gradient_postdivide_factor > 1:
-            out.div_(module._gradient_postdivide_factor)
+        if self._module._gradient_postdivide_factor > 1:
+            out.div_(self._module._gradient_postdivide_factor)
         return pending
 
 
-def _hook(reduction: _Reduction | None, grad: Tensor, shard: Tensor | None = None) -> None:
+def _hook(
+    state: tuple[FSDP1Unit, UnitReducer] | None, grad: Tensor, shard: Tensor | None = None
+) -> None:
     """FSDP1's communication hook: ``grad`` ``[W * S]`` to ``shard`` ``[S]``."""
     # In a group of one rank FSDP does not shard, and the gradient already is the average.
-    if shard is None:
-        return
-    assert reduction is not None
-    reduction(grad, shard)
+    if shard is not None:
+        assert state is not None
+        unit, reducer = state
+        # FSDP does not divide if there is a hook.
+        reducer.reduce(shard, grad, unit.group, dist.ReduceOp.AVG, unit.average_natively)
 
 
-def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of ranks over which FSDP1 shards parts of a model."""
-    modules: list[Any] = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
-    return [module.process_group for module in modules]
+def _modules(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """The FSDP1 units of a model, in module order, with their trainable parameters.
-
-    Raises:
-        ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
-    """
+    """The FSDP1 units of a model, in module order, with their trainable parameters."""
     units: list[Unit] = []
     roots: dict[str, FullyShardedDataParallel] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
-            continue
+    for name, module in _modules(model):
         outer = (r for r in roots if not r or name.startswith(f"{r}."))
         root = roots.setdefault(next(outer, name), module)
-        _check(name, module)
-        if module is root and module._is_root is False:
-            raise ValueError(
-                f"{_said(name)} is part of a larger FSDP1 model, which has only one hook; call "
-                "tagc.wrap with the whole model"
-            )
+        _check(repr(_clean(name)) if _clean(name) else "the root module", module, module is root)
         if module._handle is not None:
             units.append(_unit(name, module, root))
     return units
 
 
 def check_policy(policy: Policy, replicas: bool) -> None:
-    """Refuse what FSDP1 cannot do.
-
-    Args:
-        replicas: whether gradients are to be averaged over replicas.
-
-    Raises:
-        PolicyError: if the policy has rules for parameters or replicas, or ``replicas`` is true.
-    """
+    """Refuse rules for parameters and replicas, and averaging over replicas (``replicas``)."""
     if policy.parameters:
         raise PolicyError(
             f"policy {policy.name!r} has rules for parameters, but the model uses FSDP1 "
@@ -138,48 +106,52 @@ def check_policy(policy: Policy, replicas: bool) -> None:
         )
 
 
-def _check(name: str, module: Any) -> None:
+def _check(name: str, module: Any, is_root: bool) -> None:
     if module._comm_hook is _hook:
         raise ValueError(
-            f"{_said(name)} is already wrapped, by itself or as a part of another model; call "
+            f"{name} is already wrapped, by itself or as a part of another model; call "
             "tagc.compressor(that_model).remove() first"
         )
     if module._comm_hook is not None:
         hook = getattr(module._comm_hook, "__name__", repr(module._comm_hook))
         raise ValueError(
-            f"{_said(name)} has its own communication hook ({hook}, by register_comm_hook). "
+            f"{name} has its own communication hook ({hook}, by register_comm_hook). "
             "FSDP1 has one hook per model, and tagc needs it: remove yours"
         )
     strategy = module.sharding_strategy
-    if strategy in _HYBRID:
+    if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         raise ValueError(
-            f"{_said(name)} is sharded and replicated ({strategy.name}), for which FSDP1 has no "
+            f"{name} is sharded and replicated ({strategy.name}), for which FSDP1 has no "
             "communication hook; use FULL_SHARD or SHARD_GRAD_OP, or torch.distributed.fsdp."
             'fully_shard over mesh["shard"] and tagc.wrap(..., replicas=mesh["replicate"])'
         )
     if strategy is ShardingStrategy.NO_SHARD and module.process_group.size() > 1:
         raise ValueError(
-            f"{_said(name)} is replicated, not sharded (NO_SHARD): there is no reduce-scatter to "
+            f"{name} is replicated, not sharded (NO_SHARD): there is no reduce-scatter to "
             "compress. Use FULL_SHARD or SHARD_GRAD_OP, or torch.distributed.fsdp.fully_shard"
+        )
+    if is_root and module._is_root is False:
+        raise ValueError(
+            f"{name} is part of a larger FSDP1 model, which has only one hook; call tagc.wrap with "
+            "the whole model"
         )
 
 
 def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
     handle = module._handle
     flat = handle.flat_param
-    whole = True
     params: list[UnitParam] = []
     columns = flat._sharded_size.numel()
     spans = zip(_starts(flat), flat._fqns, flat._shapes, strict=True)
     for i, (start, fqn, shape) in enumerate(spans):
-        full_name = _clean(f"{name}.{fqn}")
         param = flat if flat._params is None else flat._params[i]
-        if not param.requires_grad:
-            # FSDP1 also reduces the gradients of frozen parameters, and then drops them.
-            whole = False
-            continue
-        most = _most_in_a_row(start, math.prod(shape), columns)
-        params.append(UnitParam(name=full_name, shape=tuple(shape), columns=most, start=start))
+        # FSDP1 also reduces the gradients of frozen parameters, and then drops them.
+        if param.requires_grad:
+            # The most elements of it that one shard has.
+            numel, first = math.prod(shape), columns - start % columns
+            most = max(min(numel, first), min(columns, numel - min(numel, first)))
+            name_of = _clean(f"{name}.{fqn}")
+            params.append(UnitParam(name=name_of, shape=tuple(shape), columns=most, start=start))
     specified = handle._low_prec_reduce_dtype_specified or handle._low_prec_param_dtype_specified
     return FSDP1Unit(
         info=UnitInfo(
@@ -188,7 +160,7 @@ def _unit(name: str, module: Any, root: FullyShardedDataParallel) -> FSDP1Unit:
             world_size=module.process_group.size(),
             # Before its first forward, FSDP follows changes of the parameters' dtype.
             dtype=handle._reduce_dtype if specified else flat.dtype,
-            flat=FlatBuffer(columns=columns, whole=whole),
+            flat=FlatBuffer(columns=columns, whole=len(params) == len(flat._fqns)),
         ),
         group=module.process_group,
         device=module.compute_device,
@@ -204,30 +176,16 @@ def _starts(flat: Any) -> Sequence[int]:
     return [end - numel for end, numel, is_padding in spans if not is_padding]
 
 
-def _most_in_a_row(start: int, numel: int, columns: int) -> int:
-    """The most elements of a parameter that one shard has."""
-    first = min(numel, columns - start % columns)
-    return max(first, min(columns, numel - first))
-
-
 def _clean(name: str) -> str:
     """A name without the parts that FSDP1 and activation checkpointing insert."""
     return clean_tensor_name(f"{name}.").removesuffix(".").removeprefix(".")
 
 
-def _said(name: str) -> str:
-    return repr(_clean(name)) if _clean(name) else "the root module"
-
-
-def _shards(model: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
 FSDP1 = Integration(
     name="FSDP1",
-    spelled="FSDP1 (FullyShardedDataParallel)",
-    shards=_shards,
-    sharding_groups=sharding_groups,
+    description="FSDP1 (FullyShardedDataParallel)",
+    shards=lambda model: bool(_modules(model)),
+    sharding_groups=lambda model: [module.process_group for _, module in _modules(model)],
     find_units=find_units,
     check_policy=check_policy,
 )

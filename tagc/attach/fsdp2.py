@@ -1,28 +1,33 @@
-"""FSDP2: how a model's units are found, and what their parameter groups are told to call.
+"""FSDP2: how a model's units are found, and what their parameter groups call instead of FSDP's
+own collectives.
 
 Only this file and :mod:`tagc.attach.fsdp2_collectives` know ``fully_shard``'s internals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.hooks import RemovableHandle
 
-from tagc.attach.averaging import all_reduces_by_class
-from tagc.attach.fsdp2_collectives import CustomAllGather, CustomReduceScatter, InStep
-from tagc.attach.grad_mode import GradMode
-from tagc.attach.tensor_parallel import ParallelDim, box_of, duplicate_of, parallel_dims
+from tagc.attach.fsdp2_collectives import (
+    CheckedAllGather,
+    CustomAllGather,
+    CustomReduceScatter,
+    GradMode,
+    all_reduces_by_class,
+)
 from tagc.attach.unit import Integration, Unit
 from tagc.collect import ReplicaAverage, Transport, UnitGatherer, UnitReducer
-from tagc.plan import UnitInfo, UnitParam
-from tagc.policy import Policy
+from tagc.plan import Box, UnitInfo, UnitParam, span_of
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -33,6 +38,7 @@ class FSDP2Unit(Unit):
 
     Attributes:
         _names: of FSDP's parameters, including frozen ones, by their ids.
+        _native: FSDP's own reduce-scatter, all-gather and all-reduce hook.
     """
 
     _param_group: Any
@@ -51,10 +57,10 @@ class FSDP2Unit(Unit):
         # As FSDPModule's setters do, which refuse modules with several parameter groups.
         self._param_group._reduce_scatter_comm = CustomReduceScatter(reducer, self._names, planned)
         if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
-            self._param_group._all_gather_comm = InStep(self._native[1], self)
+            self._param_group._all_gather_comm = CheckedAllGather(self._native[1], self)
 
     def check_gather(self) -> None:
-        check_own(self.info.name, self._native[1], "all-gather")
+        _check_own(self.info.name, self._native[1], "all-gather")
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         all_gather = CustomAllGather(gatherer, self._param_group, self._grad_mode)
@@ -115,44 +121,108 @@ class FSDP2Unit(Unit):
             self._hooks.pop().remove()
 
 
-def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of ranks that share a model, even an invalid one; none if it is not sharded."""
-    groups = [group for m in model.modules() for g in param_groups_of(m) for group in _sharding(g)]
-    return list({id(group): group for group in groups}.values())
+@dataclass(frozen=True, kw_only=True)
+class FoundGroup:
+    """A parameter group of FSDP2 that becomes a unit.
 
-
-MakeUnit = Callable[
-    [str, nn.Module, Any, dict[int, str], GradMode, bool, Sequence[ParallelDim]], FSDP2Unit
-]
-"""Makes a unit of its name, module and parameter group, the names of all modules, the mode of
-gradients, whether no module above is sharded, and tensor-parallel dimensions."""
-
-
-def find_units(model: nn.Module, make: MakeUnit | None = None) -> list[Unit]:
-    """The FSDP2 units of a model, in module order, with their trainable parameters. A module whose
-    parameters have several meshes (experts have their own) is a unit for each.
-
-    Args:
-        make: makes the unit of a parameter group; default: one that is sharded.
-
-    Raises:
-        ValueError: if a unit's reduce-scatter cannot be replaced, or already is.
+    Attributes:
+        params: what the plan knows of its parameters, in FSDP's order.
+        is_topmost: whether no module above is sharded.
+        fields: those of the unit that do not depend on how its parameters are shared.
     """
-    modules = [(plain_name(name), module) for name, module in model.named_modules()]
+
+    name: str
+    state: Any
+    group: Any
+    params: tuple[UnitParam, ...]
+    is_topmost: bool
+    fields: Mapping[str, Any]
+
+    def reduction(self, world_size: int, *, replicated: bool = False) -> UnitInfo:
+        """The reduction of the trainable parameters."""
+        return UnitInfo(
+            name=self.name,
+            params=tuple(param for param in self.params if not param.frozen),
+            world_size=world_size,
+            dtype=reduce_dtype(self.name, self.group),
+            replicated=replicated,
+        )
+
+
+def find_units(model: nn.Module, make: Callable[[FoundGroup], Unit] | None = None) -> list[Unit]:
+    """The FSDP2 units of a model, in module order. A module whose parameters have several meshes
+    (experts have their own) is a unit for each. ``make`` makes it; default: one that is sharded."""
+    # Policies use the names of the model as written.
+    modules = [(_plain_name(name), module) for name, module in model.named_modules()]
     names = {id(module): name for name, module in modules}
+    groups = [group for _, module in modules for group in param_groups_of(module)]
+    dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel_dims(p, group))
+    everywhere = list({dim.ranks: dim for dim in dims}.values())
     units: list[Unit] = []
     seen: set[int] = set()
+    sharded: set[str] = set()
     grad_mode = GradMode()
-    groups = [group for _, module in modules for group in param_groups_of(module)]
-    dims = (dim for group in groups for p in group.fsdp_params for dim in parallel_of(p, group))
-    parallel = list({dim.ranks: dim for dim in dims}.values())
-    for name, module, is_topmost in _with_topmost(modules):
-        for group in param_groups_of(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                found = make or _unit
-                units.append(found(name, module, group, names, grad_mode, is_topmost, parallel))
+    for name, module in modules:
+        above = name.split(".") if name else []
+        inside = any(".".join(above[:end]) in sharded for end in range(len(above)))
+        for i, group in enumerate(param_groups_of(module)):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            label = f"{name or '(root)'} (group {i + 1})" if i else name
+            _check_reduction(label, group)
+            params = [_unit_param(p, group, names, everywhere) for p in group.fsdp_params]
+            pairs = zip(group.fsdp_params, params, strict=True)
+            own = (group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook)
+            dims = (dim for p in group.fsdp_params for dim in _parallel_dims(p, group))
+            found = FoundGroup(
+                name=label,
+                state=module._get_fsdp_state(),  # type: ignore[operator]
+                group=group,
+                params=tuple(params),
+                is_topmost=not inside,
+                fields={
+                    "device": group.device,
+                    "parallel": [dim.group for dim in dims],
+                    "_param_group": group,
+                    "_names": {id(p): param.name for p, param in pairs},
+                    "_grad_mode": grad_mode,
+                    "_native": own,
+                },
+            )
+            units.append((make or _sharded_unit)(found))
+        if isinstance(module, FSDPModule):
+            sharded.add(name)
     return units
+
+
+def _sharded_unit(found: FoundGroup) -> FSDP2Unit:
+    group, mesh = found.group, found.group.mesh_info
+    replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
+    if replicated and not all_reduces_by_class():
+        raise ValueError(_in_one_dimension(found.name, mesh))
+    dtypes = {param_dtype(p, group) or p.sharded_param.dtype for p in group.fsdp_params}
+    # FSDP decides in the first forward that its root keeps its parameters until backward. Before
+    # that, a part of a larger model that is wrapped alone is mistaken for the root.
+    is_root = found.is_topmost if found.state._is_root is None else found.state._is_root
+    keeps = is_root and getattr(found.state, "_auto_reshard_after_forward", False)
+    # If resharded to a smaller group, backward gathers natively in that group.
+    again = group._reshard_after_forward and not group._use_post_forward_mesh and not keeps
+    return FSDP2Unit(
+        info=found.reduction(mesh.shard_mesh_size),
+        gather_info=UnitInfo(
+            name=found.name,
+            params=found.params,
+            world_size=mesh.shard_mesh_size,
+            # FSDP gathers several dtypes as bytes.
+            dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
+            per_step=2 if again else 1,
+            native=_own_gather(group),
+        ),
+        group=mesh.shard_process_group,
+        replicas=mesh.replicate_process_group if replicated else None,
+        **found.fields,
+    )
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -160,26 +230,8 @@ def is_replicated(module: nn.Module) -> bool:
     return any(not hasattr(g.mesh_info, "shard_mesh_size") for g in param_groups_of(module))
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(hasattr(g.mesh_info, "shard_mesh_size") for g in param_groups_of(module))
-
-
-def _with_topmost(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Name and module, parents first, and whether no module above it is sharded."""
-    above: set[str] = set()
-    for name, module in modules:
-        parts = name.split(".") if name else []
-        inside = any(".".join(parts[:end]) in above for end in range(len(parts)))
-        yield name, module, not inside
-        if isinstance(module, FSDPModule):
-            above.add(name)
-
-
-def plain_name(name: str) -> str:
-    """A name without the parts that ``torch.compile`` and activation checkpointing insert, because
-    policies use the names of the model as written."""
+def _plain_name(name: str) -> str:
+    """A name without the parts that ``torch.compile`` and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -193,61 +245,6 @@ def param_groups_of(module: nn.Module) -> list[Any]:
     return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
 
 
-def _unit(
-    name: str,
-    module: nn.Module,
-    group: Any,
-    names: dict[int, str],
-    grad_mode: GradMode,
-    is_topmost: bool,
-    parallel: Sequence[ParallelDim],
-) -> FSDP2Unit:
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    name = unit_name(name, module, group)
-    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    mesh = group.mesh_info
-    replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
-    if replicated and not all_reduces_by_class():
-        raise ValueError(_in_one_dimension(name, mesh))
-    check_reduction(name, group)
-    gathered = {param_dtype(p, group) or p.sharded_param.dtype for p in group.fsdp_params}
-    # FSDP decides in the first forward that its root keeps its parameters until backward. Before
-    # that, a part of a larger model that is wrapped alone is mistaken for the root.
-    is_root = is_topmost if state._is_root is None else state._is_root
-    root = is_root and getattr(state, "_auto_reshard_after_forward", False)
-    planned = {id(p): unit_param(p, group, names, parallel) for p in group.fsdp_params}
-    return FSDP2Unit(
-        info=UnitInfo(
-            name=name,
-            params=tuple(planned[id(p)] for p in trainable),
-            world_size=mesh.shard_mesh_size,
-            dtype=reduce_dtype(name, group),
-        ),
-        gather_info=UnitInfo(
-            name=name,
-            params=tuple(planned.values()),
-            world_size=mesh.shard_mesh_size,
-            # FSDP gathers several dtypes as bytes.
-            dtype=gathered.pop() if len(gathered) == 1 else torch.uint8,
-            # If resharded to a smaller group, backward gathers natively in that group.
-            per_step=(
-                2
-                if group._reshard_after_forward and not group._use_post_forward_mesh and not root
-                else 1
-            ),
-            native=_own_gather(group),
-        ),
-        group=mesh.shard_process_group,
-        device=group.device,
-        replicas=mesh.replicate_process_group if replicated else None,
-        parallel=[dim.group for p in group.fsdp_params for dim in parallel_of(p, group)],
-        _param_group=group,
-        _names={id(p): planned[id(p)].name for p in group.fsdp_params},
-        _grad_mode=grad_mode,
-        _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
-    )
-
-
 def param_dtype(param: Any, group: Any) -> torch.dtype | None:
     """The dtype to which FSDP casts a parameter before it gathers it; None if it does not."""
     # Before torch 2.15 a group has one policy, then every parameter its own.
@@ -255,11 +252,7 @@ def param_dtype(param: Any, group: Any) -> torch.dtype | None:
 
 
 def reduce_dtype(name: str, group: Any) -> torch.dtype:
-    """The dtype in which FSDP reduces a unit's gradients.
-
-    Raises:
-        ValueError: if its gradients have several dtypes, whose columns FSDP orders by dtype.
-    """
+    """The dtype in which FSDP reduces a unit's gradients."""
     # Frozen parameters may have another dtype than those that are reduced.
     params = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
     policy = getattr(group, "mp_policy", None)
@@ -276,12 +269,6 @@ def reduce_dtype(name: str, group: Any) -> torch.dtype:
     return params[0].mp_policy.reduce_dtype or dtypes.pop()
 
 
-def unit_name(name: str, module: nn.Module, group: Any) -> str:
-    """The name of a unit: its module's, with a number for further parameter groups."""
-    place = param_groups_of(module).index(group)
-    return f"{name or '(root)'} (group {place + 1})" if place else name
-
-
 def _own_gather(group: Any) -> str:
     """Why FSDP must gather a unit itself: a parameter's own class encodes and decodes it (torchao's
     float8 all-gather). Empty if no parameter does that."""
@@ -293,7 +280,7 @@ def _own_gather(group: Any) -> str:
 
 
 def _in_one_dimension(name: str, info: Any) -> str:
-    """Text on what to change if FSDP's own all-reduce over replicas cannot be replaced."""
+    """What to change if FSDP's own all-reduce over replicas cannot be replaced."""
     mesh = info.mesh
     dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sizes = ", ".join(f"{dim}={size}" for dim, size in zip(dims, mesh.shape, strict=True))
@@ -311,18 +298,17 @@ def _is_own(comm: Any) -> bool:
     return type(comm).__module__.startswith("torch.")
 
 
-def check_reduction(name: str, group: Any) -> None:
-    """Raise ValueError if a unit's reduction cannot be replaced."""
+def _check_reduction(name: str, group: Any) -> None:
     if isinstance(group._reduce_scatter_comm, CustomReduceScatter):
         raise ValueError(
             f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
             "model; call tagc.compressor(that_model).remove() first"
         )
-    check_own(name, group._reduce_scatter_comm, "reduce-scatter")
+    _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
 
 
-def check_own(name: str, comm: Any, kind: str) -> None:
-    """Raise ValueError if a collective that tagc would replace is not FSDP's own."""
+def _check_own(name: str, comm: Any, kind: str) -> None:
+    """Refuse to replace a collective that is not FSDP's own."""
     if not _is_own(comm):
         raise ValueError(
             f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
@@ -338,21 +324,26 @@ def _sharding(group: Any) -> list[dist.ProcessGroup]:
     return [one for one in found if one is not None]
 
 
-def parallel_of(param: Any, group: Any) -> list[ParallelDim]:
-    """The tensor-parallel dimensions of an FSDP parameter."""
-    return parallel_dims(param.sharded_param, _sharding(group))
-
-
-def unit_param(
-    param: Any, group: Any, names: dict[int, str], parallel: Sequence[ParallelDim]
+def _unit_param(
+    param: Any, group: Any, names: Mapping[int, str], everywhere: Sequence[_ParallelDim]
 ) -> UnitParam:
-    """What the plan knows of an FSDP parameter."""
-    dims, shape = parallel_of(param, group), tuple(param.sharded_param.shape)
+    """What the plan knows of an FSDP parameter. A shared one has the name that FSDP uses.
+
+    ``named_parameters`` does not serve for names: between forward and backward the module holds
+    another, unsharded object under this name.
+    """
+    name, owner = param._module_info.param_name, names.get(id(param._module_info.module))
+    if owner is None:
+        raise ValueError(
+            f"FSDP shards parameter {name!r} together with this model, but outside of it "
+            "(fully_shard of a list of modules); wrap the model that holds all of them"
+        )
+    dims, shape = _parallel_dims(param, group), tuple(param.sharded_param.shape)
     return UnitParam(
-        name=param_name(param, names),
+        name=f"{owner}.{name}" if owner else name,
         shape=shape,
-        box=box_of(shape, dims),
-        duplicate=duplicate_of(dims, _sharding(group), parallel),
+        box=_box_of(shape, dims),
+        duplicate=_duplicate_of(dims, _sharding(group), everywhere),
         columns=param.padded_sharded_param_size.numel(),
         dim=param.fsdp_placement.dim,
         local=tuple(param.padded_sharded_param_size),
@@ -360,37 +351,98 @@ def unit_param(
     )
 
 
-def param_name(param: Any, names: dict[int, str]) -> str:
-    """Qualified name of an FSDP parameter; a shared parameter has the name that FSDP uses.
+# The part of a parameter that tensor parallelism gave a rank, before FSDP sharded it. This reads
+# only public attributes of DTensor: the mesh of a sharded parameter has FSDP's dimensions and those
+# of tensor (or expert) parallelism.
 
-    ``named_parameters`` does not serve: between forward and backward the module holds another,
-    unsharded object under this name.
+
+@dataclass(frozen=True)
+class _ParallelDim:
+    """A dimension of a parameter's mesh that is not FSDP's: this rank's group along it, and the
+    parameter's placement."""
+
+    group: dist.ProcessGroup
+    placement: Placement
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the group."""
+        return _ranks(self.group)
+
+    @property
+    def shards(self) -> bool:
+        """Whether it divides the parameter; subclasses of ``Shard``, which divide differently, do
+        not count."""
+        return type(self.placement) is Shard
+
+
+def _parallel_dims(param: Any, group: Any) -> list[_ParallelDim]:
+    """The dimensions of an FSDP parameter's mesh that are not FSDP's."""
+    sharded = param.sharded_param
+    if not isinstance(sharded, DTensor):
+        return []
+    mesh, own = sharded.device_mesh, {_ranks(one) for one in _sharding(group)}
+    dims = [_ParallelDim(mesh.get_group(i), place) for i, place in enumerate(sharded.placements)]
+    return [dim for dim in dims if dim.ranks not in own]
+
+
+def _box_of(shape: tuple[int, ...], dims: Iterable[_ParallelDim]) -> Box | None:
+    """The part of a parameter of this ``shape`` that the dimensions leave this rank's sharding
+    group; None if they do not divide it."""
+    box, divided = Box.whole(shape), False
+    for dim in dims:
+        if isinstance(dim.placement, Shard) and dim.shards:
+            along = dim.placement.dim % len(shape)
+            box = box.narrow(along, *span_of(box.shape[along], dim.group.rank(), dim.group.size()))
+            divided |= dim.group.size() > 1
+    # All ranks return a box or none does, even if it is empty or whole on one of them.
+    return box if divided else None
+
+
+def _duplicate_of(
+    dims: Iterable[_ParallelDim],
+    sharding: Iterable[dist.ProcessGroup],
+    everywhere: Sequence[_ParallelDim],
+) -> tuple[int, int] | None:
+    """Index of this rank's sharding group among the groups that hold the same elements of a
+    parameter, and the number of these groups; None if there is only one.
+
+    ``everywhere`` are the dimensions of all parameters of the model. A dimension that the
+    parameter's own mesh lacks also makes duplicates, unless the other groups divide the parameter
+    among these ranks.
     """
-    owner = names.get(id(param._module_info.module))
-    if owner is None:
-        raise ValueError(
-            f"FSDP shards parameter {param._module_info.param_name!r} together with this model, "
-            "but outside of it (fully_shard of a list of modules); wrap the model that holds all "
-            "of them"
-        )
-    return f"{owner}.{param._module_info.param_name}" if owner else param._module_info.param_name
+    me = dist.get_rank()
+    busy = {rank for group in sharding for rank in _ranks(group)}
+    busy.update(rank for dim in dims if dim.shards for rank in dim.ranks)
+    index, count = 0, 1
+    for ranks in dict.fromkeys(dim.ranks for dim in everywhere):
+        if busy & {*ranks} == {me}:
+            index, count = index * len(ranks) + ranks.index(me), count * len(ranks)
+            busy.update(ranks)
+    return None if count == 1 else (index, count)
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _shards(model: nn.Module) -> bool:
     # A model that has no parameters to share may be either.
     found = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return bool(found) and (not any(map(param_groups_of, found)) or any(map(_is_sharded, found)))
-
-
-def _check_policy(policy: Policy, replicas: bool) -> None:
-    """FSDP2 supports everything that a policy can ask for."""
+    groups = [group for module in found for group in param_groups_of(module)]
+    return bool(found) and (
+        not groups or any(hasattr(g.mesh_info, "shard_mesh_size") for g in groups)
+    )
 
 
 FSDP2 = Integration(
     name="FSDP2",
-    spelled="FSDP2 (fully_shard)",
+    description="FSDP2 (fully_shard)",
     shards=_shards,
-    sharding_groups=sharding_groups,
+    sharding_groups=lambda model: [
+        one for m in model.modules() for group in param_groups_of(m) for one in _sharding(group)
+    ],
     find_units=find_units,
-    check_policy=_check_policy,
+    # It supports everything that a policy can ask for.
+    check_policy=lambda policy, replicas: None,
 )

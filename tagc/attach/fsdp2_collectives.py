@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from tagc.attach.averaging import averaging, plain
-from tagc.attach.grad_mode import GradMode
 from tagc.attach.unit import Unit
 from tagc.collect import Lockstep, Phase, Transport, UnitGatherer, UnitReducer
 
@@ -41,11 +39,7 @@ class CustomReduceScatter(_Allocates, ReduceScatter):
     def __init__(
         self, reducer: UnitReducer, names: Mapping[int, str], planned: frozenset[str]
     ) -> None:
-        """
-        Args:
-            names: names of FSDP's parameters, by their ids.
-            planned: names of the parameters in the plan.
-        """
+        """``names``: of FSDP's parameters, by their ids; ``planned``: of those in the plan."""
         self._reduce, self._names, self._planned = reducer.reduce, names, planned
         self.average: Callable[[Tensor, Any], None] | None = None
         self.reached: frozenset[str] | None = None
@@ -58,7 +52,7 @@ class CustomReduceScatter(_Allocates, ReduceScatter):
             reached = frozenset(self._names[id(param)] for param in params)
             self.reached = None if reached == self._planned else reached
         buffer = super().allocate(size, dtype=dtype, device=device)
-        return buffer if self.average is None else averaging(buffer, self.average)
+        return buffer if self.average is None else _averaging(buffer, self.average)
 
     def __call__(
         self,
@@ -68,7 +62,7 @@ class CustomReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        out, inp = plain(output_tensor), plain(input_tensor)
+        out, inp = _plain(output_tensor), _plain(input_tensor)
         self._reduce(out, inp, group, op, reached=self.reached)
 
 
@@ -78,7 +72,63 @@ def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:
     return foreach_reduce.f_locals.get("fsdp_params")
 
 
-class InStep(AllGather):
+class _Averaging(Tensor):
+    """A tensor with its own all-reduce, ``tagc_average``.
+
+    FSDP2 on a mesh with a replicated dimension calls ``torch.distributed.all_reduce`` on the tensor
+    that its reduce-scatter allocated. Like torch's functions, ``all_reduce`` first asks the class
+    of its tensor (``__torch_function__``), so a subclass can replace it. Every other operation of
+    FSDP on the tensor returns plain tensors.
+    """
+
+    tagc_average: Callable[[Tensor, Any], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is dist.all_reduce:
+                return _average(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+
+def _average(
+    tensor: _Averaging, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    tensor.tagc_average(_plain(tensor), op)
+
+
+def _averaging(buffer: Tensor, average: Callable[[Tensor, Any], None]) -> Tensor:
+    """``buffer`` as a tensor on which ``torch.distributed.all_reduce`` calls
+    ``average(buffer, op)`` for any group, and is done when that returns."""
+    found = buffer.as_subclass(_Averaging)
+    found.tagc_average = average
+    return found
+
+
+def _plain(buffer: Tensor) -> Tensor:
+    """The same memory as a plain ``Tensor``."""
+    return buffer.as_subclass(Tensor) if isinstance(buffer, _Averaging) else buffer
+
+
+@cache
+def all_reduces_by_class() -> bool:
+    """Whether this torch's ``all_reduce`` asks the class of its tensor. Sends nothing."""
+    asked: list[Any] = []
+    probe = _averaging(
+        torch.empty(0, dtype=torch.float32, device="cpu"), lambda _, op: asked.append(op)
+    )
+    # With a group that this rank is not in, it does nothing if it does not ask.
+    dist.all_reduce(probe, group=dist.GroupMember.NON_GROUP_MEMBER)
+    return bool(asked)
+
+
+class CheckedAllGather(AllGather):
     """FSDP's own all-gather, after a check that all ranks are at the same one. Without the check it
     would accept any message that arrives, and hide a mix-up from the other collectives. Only for
     groups whose ranks exchange headers; see :class:`Lockstep`."""
@@ -103,6 +153,16 @@ class InStep(AllGather):
         return self._native(output_tensor, input_tensor, group, async_op)
 
 
+class GradMode:
+    """Whether autograd records the running forward. FSDP itself always gathers under ``no_grad``.
+
+    All units of a model share one object, because another unit's forward may begin a unit's gather
+    (prefetching).
+    """
+
+    enabled = True
+
+
 class CustomAllGather(_Allocates, AllGather):
     """Gathers a unit's parameters."""
 
@@ -112,7 +172,7 @@ class CustomAllGather(_Allocates, AllGather):
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """A forward pre-hook of the unit's modules."""
-        self._grad_mode.note()
+        self._grad_mode.enabled = torch.is_grad_enabled()
         if self._grad_mode.enabled:
             self._note_forward()
 
@@ -154,6 +214,5 @@ class _Gathered(dist.Work):
         self._done, self._streams = done, streams
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Let the current stream wait for it."""
         self._streams.current_stream().wait_event(self._done)
         return True

@@ -30,10 +30,8 @@ def integration_of(model: nn.Module) -> Integration:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ValueError(
-            f"the model is sharded partly by {', partly by '.join(i.spelled for i in found)}; use "
-            "fully_shard for all of it"
-        )
+        names = ", partly by ".join(i.description for i in found)
+        raise ValueError(f"the model is sharded partly by {names}; use fully_shard for all of it")
     for name, module in model.named_modules():
         # `replicate` gives the module its own class, a subclass of one that torch does not export.
         marks = ((base.__module__, base.__name__) for base in type(module).__mro__)

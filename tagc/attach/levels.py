@@ -13,46 +13,37 @@ from tagc.plan import UnitInfo
 
 
 class Levels:
-    """The layout of every sharding group of a model on hosts, and the groups of two levels.
+    """The layout of every sharding group of a model on hosts, and the groups of two levels."""
 
-    Attributes:
-        notes: for users, how the ranks are laid out on hosts, and why.
-    """
-
-    def __init__(self, units: Sequence[Unit], hosts: Hosts, said: Mapping[int, RankOnHost]) -> None:
-        """Compute the layouts, the same on all ranks of a group; no collective.
-
-        Args:
-            said: the host of every rank, by the rank among all processes.
+    def __init__(
+        self, units: Sequence[Unit], hosts: Hosts, facts: Mapping[int, RankOnHost]
+    ) -> None:
+        """Compute the layouts, the same on all ranks of a group, from the facts of all ranks.
 
         Raises:
             ValueError: if a unit cannot have the ``hosts`` that the user asks for.
         """
-        self._said = said
+        self._facts = facts
         by_ranks = {_ranks(unit): unit for unit in units}
         # In the same order on all ranks, which may have their units in different orders.
-        self._units = [by_ranks[ranks] for ranks in sorted(by_ranks)]
-        self._layouts = {_ranks(unit): _layout(unit, hosts, said) for unit in self._units}
+        self._units = {ranks: by_ranks[ranks] for ranks in sorted(by_ranks)}
+        self._layouts = {r: _layout(unit, hosts, facts) for r, unit in self._units.items()}
         self._groups: dict[tuple[int, ...], HostGroups] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """See the class."""
-        said = {}
+        """For users: how the ranks are laid out on hosts, and why."""
+        notes = {}
         for ranks, layout in self._layouts.items():
             R = layout.ranks_per_host
-            text = f"two levels, {len(ranks) // R} hosts of {R} ranks"
-            text = text if R > 1 else "every rank sends for itself"
-            said[f"hosts: {text} ({layout.why})"] = None
-        return tuple(said)
+            two = f"two levels, {len(ranks) // R} hosts of {R} ranks"
+            text = two if R > 1 else "every rank sends for itself"
+            notes[f"hosts: {text} ({layout.why})"] = None
+        return tuple(notes)
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter, with the layout of its ranks on hosts."""
         return unit.on_hosts(self._layouts[_ranks(unit)].ranks_per_host)
-
-    def peers(self, unit: Unit) -> int:
-        """The number of ranks that exchange the unit's messages."""
-        return unit.info.world_size // self.info(unit).ranks_per_host
 
     def gather_info(self, unit: Unit) -> UnitInfo | None:
         """The unit's all-gather, with the layout of its ranks on hosts; None if it cannot be
@@ -67,13 +58,10 @@ class Levels:
 
     def open(self) -> None:
         """Make the groups; all ranks call it together."""
-        for unit in self._units:
-            ranks = _ranks(unit)
-            ranks_per_host = self._layouts[ranks].ranks_per_host
-            if ranks_per_host > 1:
-                self._groups[ranks] = host_groups(
-                    unit.group, ranks_per_host, unit.device, self._said
-                )
+        for ranks, unit in self._units.items():
+            R = self._layouts[ranks].ranks_per_host
+            if R > 1:
+                self._groups[ranks] = host_groups(unit.group, R, unit.device, self._facts)
 
     def keep(self, used: Iterable[Unit]) -> None:
         """Destroy the groups that none of the units ``used`` has. All ranks call it together."""
@@ -83,16 +71,15 @@ class Levels:
 
     def release(self) -> None:
         """Destroy the groups."""
-        while self._groups:
-            self._groups.popitem()[1].release()
+        self.keep(())
 
 
 def _ranks(unit: Unit) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(unit.group))
 
 
-def _layout(unit: Unit, hosts: Hosts, said: Mapping[int, RankOnHost]) -> HostLayout:
-    layout = layout_of(_ranks(unit), said, hosts, dist.get_world_size())
+def _layout(unit: Unit, hosts: Hosts, facts: Mapping[int, RankOnHost]) -> HostLayout:
+    layout = layout_of(_ranks(unit), facts, hosts, dist.get_world_size())
     if layout.ranks_per_host == 1 or unit.info.flat is None:
         return layout
     if hosts != "auto":

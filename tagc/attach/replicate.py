@@ -7,7 +7,6 @@ adds up micro-batches with ``set_requires_gradient_sync(False)`` itself, and gat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,20 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tagc.attach.averaging import all_reduces_by_class
-from tagc.attach.fsdp2 import (
-    FSDP2Unit,
-    check_reduction,
-    find_units,
-    is_replicated,
-    parallel_of,
-    param_groups_of,
-    reduce_dtype,
-    unit_name,
-    unit_param,
-)
-from tagc.attach.grad_mode import GradMode
-from tagc.attach.tensor_parallel import ParallelDim
+from tagc.attach.fsdp2 import FoundGroup, FSDP2Unit, find_units, is_replicated, param_groups_of
+from tagc.attach.fsdp2_collectives import all_reduces_by_class
 from tagc.attach.unit import Integration
 from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
 from tagc.collect import CollectiveWork, Transport, UnitReducer
@@ -65,55 +52,31 @@ def _natively(
     return transport.all_reduce(out, op)
 
 
-def _unit(
-    name: str,
-    module: nn.Module,
-    group: Any,
-    names: dict[int, str],
-    grad_mode: GradMode,
-    is_topmost: bool,
-    parallel: Sequence[ParallelDim],
-) -> ReplicatedUnit:
-    name = unit_name(name, module, group)
+def _unit(found: FoundGroup) -> ReplicatedUnit:
     if not all_reduces_by_class():
         raise ValueError(
-            f"{name or 'the root module'!r} is replicated by replicate(), and tagc cannot replace "
-            "the all-reduce of this version of torch; use DistributedDataParallel"
+            f"{found.name or 'the root module'!r} is replicated by replicate(), and tagc cannot "
+            "replace the all-reduce of this version of torch; use DistributedDataParallel"
         )
-    check_reduction(name, group)
-    planned = {id(p): unit_param(p, group, names, parallel) for p in group.fsdp_params}
-    trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    mesh = found.group.mesh_info
     return ReplicatedUnit(
-        info=UnitInfo(
-            name=name,
-            params=tuple(planned[id(p)] for p in trainable),
-            world_size=group.mesh_info.replicate_mesh_size,
-            dtype=reduce_dtype(name, group),
-            replicated=True,
-        ),
-        group=group.mesh_info.replicate_process_group,
-        device=group.device,
-        parallel=[dim.group for p in group.fsdp_params for dim in parallel_of(p, group)],
-        _param_group=group,
-        _names={key: param.name for key, param in planned.items()},
-        _grad_mode=grad_mode,
-        _native=(group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+        info=found.reduction(mesh.replicate_mesh_size, replicated=True),
+        group=mesh.replicate_process_group,
+        **found.fields,
     )
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if is_replicated(module)]
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    modules = [module for module in model.modules() if is_replicated(module)]
+    found = [group for module in modules for group in param_groups_of(module)]
+    return [group.mesh_info.replicate_process_group for group in found]
 
 
 REPLICATE = Integration(
     name="replicate",
-    spelled="replicate (torch.distributed._composable.replicate_with_fsdp)",
-    shards=lambda model: bool(_modules(model)),
-    sharding_groups=lambda model: [
-        group.mesh_info.replicate_process_group
-        for module in _modules(model)
-        for group in param_groups_of(module)
-    ],
+    description="replicate (torch.distributed._composable.replicate_with_fsdp)",
+    shards=lambda model: any(map(is_replicated, model.modules())),
+    sharding_groups=_groups,
     find_units=lambda model: find_units(model, _unit),
     check_policy=check_policy,
 )

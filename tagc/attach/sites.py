@@ -22,8 +22,8 @@ from tagc.attach import ddp
 from tagc.attach.ddp import DDP
 from tagc.attach.fsdp2 import FSDP2, FSDP2Unit
 from tagc.attach.integrations import INTEGRATIONS, integration_of
-from tagc.attach.parameter_sets import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.attach.unit import Unit
+from tagc.attach.whole import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.collect import SilentGroup, Transport, gather_by_rank, timeout_of
 from tagc.plan import as_list, between_sites
 from tagc.policy.roles import clean_name

@@ -109,7 +109,7 @@ class Integration:
 
     Attributes:
         name: short name, for users.
-        spelled: name with the function or class that users call.
+        description: name with the function or class that users call.
         shards: whether it shards, or with DDP replicates, any module of a model.
         sharding_groups: the groups of the ranks that share a model, even an invalid one.
         find_units: the units of a model, in module order; raises ValueError if a collective cannot
@@ -119,7 +119,7 @@ class Integration:
     """
 
     name: str
-    spelled: str
+    description: str
     shards: Callable[[nn.Module], bool]
     sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
     find_units: Callable[[nn.Module], list[Unit]]

@@ -1,22 +1,71 @@
-"""Gradients that every rank has whole, with DDP and ``replicate``: how they are reduced, and what a
-policy may ask for."""
+"""Parameters that every rank has whole, with DDP, ``replicate`` and in sites: how they are put into
+units, how their gradients are reduced, and what a policy may ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from tagc.attach.parameter_sets import columns_in_rows
 from tagc.collect import UnitReducer
 from tagc.collect.reducer import ReduceNatively
-from tagc.plan import UnitInfo
+from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
 from tagc.policy.rules import check_lead
+
+Named = tuple[str, nn.Parameter]
+
+
+def parameter_sets(named: Iterable[Named], limit: int) -> list[list[Named]]:
+    """Trainable parameters that have elements, in their own order, at most ``limit`` bytes of one
+    dtype and device in a set, unless a single parameter has more."""
+    found: list[list[Named]] = []
+    # The last set of each dtype and device, which may have room for more, and its bytes.
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[Named], int]] = {}
+    for name, param in named:
+        if not param.requires_grad or not param.numel():
+            continue
+        kind, size = (param.dtype, param.device), param.numel() * param.element_size()
+        members, total = last.get(kind, ([], limit))
+        if total + size > limit:
+            members, total = [], 0
+            found.append(members)
+        members.append((name, param))
+        last[kind] = members, total + size
+    return found
+
+
+def info_of_set(named: Sequence[Named], world_size: int) -> UnitInfo:
+    """The all-reduce of a set, named after its first parameter."""
+    infos = [
+        UnitParam(name=name, shape=tuple(param.shape) or (1,), columns=param.numel())
+        for name, param in named
+    ]
+    return UnitInfo(
+        name=named[0][0],
+        params=tuple(infos),
+        world_size=world_size,
+        dtype=named[0][1].dtype,
+        replicated=True,
+    )
+
+
+def columns_in_rows(shape: Sequence[int], rows: int) -> int:
+    """Columns of a parameter that is cut in its first dimension into ``rows`` rows, as FSDP2 would
+    shard it."""
+    length, *rest = shape or (1,)
+    return -(-length // rows) * math.prod(rest)
+
+
+def whole_on_hosts(info: UnitInfo, ranks: int) -> UnitInfo:
+    """The unit with ``ranks`` neighbours on each host, over which its parameters are cut."""
+    params = [replace(p, columns=columns_in_rows(p.local_shape, ranks)) for p in info.params]
+    return replace(info, params=tuple(params), ranks_per_host=ranks)
 
 
 def reduce_whole(
@@ -48,22 +97,8 @@ def reduce_whole(
     torch._foreach_copy_(list(views), found)
 
 
-def whole_on_hosts(info: UnitInfo, ranks: int) -> UnitInfo:
-    """The unit with ``ranks`` neighbours on each host, over which its parameters are cut."""
-    params = [replace(p, columns=columns_in_rows(p.local_shape, ranks)) for p in info.params]
-    return replace(info, params=tuple(params), ranks_per_host=ranks)
-
-
 def check_policy(policy: Policy, replicas: bool) -> None:
-    """Refuse what no integration that replicates can do.
-
-    Args:
-        replicas: whether gradients are to be averaged over replicas of the model.
-
-    Raises:
-        PolicyError: if the policy has rules for replicas, or a lead that ranks measure, or
-            ``replicas`` is true.
-    """
+    """Refuse rules for replicas, averaging over them, and a lead that ranks measure."""
     if policy.replicas or replicas:
         raise PolicyError(
             f"policy {policy.name!r}: with DDP and replicate() all ranks are replicas, and rules "

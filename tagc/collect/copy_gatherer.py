@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tagc.basics.warn import warn
-from tagc.collect.alarm import Alarm
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
+from tagc.collect.lockstep import Alarm
 
 
 class CopyGatherer(UnitGatherer):

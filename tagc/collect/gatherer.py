@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
-from tagc.collect.alarm import Alarm
 from tagc.collect.hosts import HostGroups
-from tagc.collect.lockstep import Lockstep
+from tagc.collect.lockstep import Alarm, Lockstep
 from tagc.collect.replay import Replay, Store
 from tagc.collect.transport import Connect, Transport, failing_in
 from tagc.ops import Ops

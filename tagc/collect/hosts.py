@@ -26,12 +26,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class HostLayout:
-    """How the ranks of a group are distributed over hosts.
-
-    Attributes:
-        ranks_per_host: how many neighbours share a host; 1 if every rank sends for itself.
-        why: the reason, as text for users.
-    """
+    """How many neighbours of a group share a host, 1 if every rank sends for itself; and why, as
+    text for users."""
 
     ranks_per_host: int
     why: str
@@ -39,12 +35,7 @@ class HostLayout:
 
 @dataclass(kw_only=True)
 class HostGroups:
-    """The two groups of a rank.
-
-    Attributes:
-        inside: the ranks of its host.
-        across: the ranks with its place on every host.
-    """
+    """The two groups of a rank: the ranks of its host, and those with its place on every host."""
 
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
@@ -84,11 +75,7 @@ def host_identity() -> str:
 
 
 def check_hosts(hosts: Hosts) -> None:
-    """Raise for values that no group can have.
-
-    Raises:
-        ValueError: if ``hosts`` is neither ``"auto"`` nor None nor a positive integer.
-    """
+    """Raise ValueError if ``hosts`` is neither ``"auto"`` nor None nor a positive integer."""
     whole = isinstance(hosts, int) and not isinstance(hosts, bool)
     if not (hosts is None or hosts == "auto" or (whole and hosts > 0)):
         raise ValueError(
@@ -96,12 +83,8 @@ def check_hosts(hosts: Hosts) -> None:
         )
 
 
-def forced_layout(ranks_per_host: int, world_size: int) -> HostLayout:
-    """The layout of a group if the user gives the number of ranks on a host.
-
-    Raises:
-        ValueError: if the group is not at least two whole hosts.
-    """
+def _forced_layout(ranks_per_host: int, world_size: int) -> HostLayout:
+    """The layout of a group if the user gives the number of ranks on a host."""
     if world_size % ranks_per_host:
         raise ValueError(
             f"hosts={ranks_per_host} does not divide the {world_size} ranks that a unit is sharded "
@@ -176,14 +159,10 @@ class RankOnHost:
 
 
 def layout_of(
-    ranks: Sequence[int], said: Mapping[int, RankOnHost], hosts: Hosts, processes: int
+    ranks: Sequence[int], facts: Mapping[int, RankOnHost], hosts: Hosts, processes: int
 ) -> HostLayout:
-    """The layout of a group, the same on all of its ranks.
-
-    Args:
-        ranks: the ranks of the group, in its order.
-        said: what each of them told the others.
-        processes: the number of all processes.
+    """The layout of a group of these ranks, in its order, among all ``processes``; the same on all
+    of its ranks.
 
     Raises:
         ValueError: if this group cannot have the hosts that the user asks for.
@@ -191,10 +170,10 @@ def layout_of(
     if hosts is None or len(ranks) == 1:
         return HostLayout(ranks_per_host=1, why="hosts=None" if hosts is None else "a single rank")
     if hosts == "auto":
-        layout = found_layout([said[rank].host for rank in ranks])
+        layout = found_layout([facts[rank].host for rank in ranks])
     else:
-        layout = forced_layout(hosts, len(ranks))
-    obstacle = _obstacle(ranks, [said[rank] for rank in ranks], processes)
+        layout = _forced_layout(hosts, len(ranks))
+    obstacle = _obstacle(ranks, [facts[rank] for rank in ranks], processes)
     if layout.ranks_per_host == 1 or obstacle is None:
         return layout
     if hosts != "auto":
@@ -202,18 +181,18 @@ def layout_of(
     return HostLayout(ranks_per_host=1, why=obstacle)
 
 
-def _obstacle(ranks: Sequence[int], said: Sequence[RankOnHost], processes: int) -> str | None:
+def _obstacle(ranks: Sequence[int], facts: Sequence[RankOnHost], processes: int) -> str | None:
     """Why the ranks of a group cannot make groups of hosts; None if they can."""
     if [*ranks] != sorted(ranks):
         return f"the ranks of the group are not in ascending order: {[*ranks]}"
     everywhere = len(ranks) == processes
     # torch names a new group by the number of groups before it. Ranks that give it different names
     # would wait for each other for ever.
-    if len({one.everywhere if everywhere else one.partial for one in said}) > 1:
+    if len({one.everywhere if everywhere else one.partial for one in facts}) > 1:
         return "its ranks have made different numbers of process groups before"
-    if not everywhere and max(one.shardings for one in said) > 1:
+    if not everywhere and max(one.shardings for one in facts) > 1:
         return "its ranks are in several sharding groups, each of only some of the processes"
-    if not everywhere and any(one.splits for one in said):
+    if not everywhere and any(one.splits for one in facts):
         return "after init_process_group(device_id=...) only all processes can make new groups"
     return None
 
@@ -222,21 +201,18 @@ def host_groups(
     group: dist.ProcessGroup,
     ranks_per_host: int,
     device: torch.device,
-    said: Mapping[int, RankOnHost],
+    facts: Mapping[int, RankOnHost],
 ) -> HostGroups:
     """The two groups of this rank; release them after use. All ranks of ``group`` call it together.
-
-    Args:
-        said: what each rank told the others. Groups that all of them already have are used again.
-    """
+    Groups that all of them already have, by their ``facts``, are used again."""
     ranks = tuple(dist.get_process_group_ranks(group))
     backend = group._get_backend(device)
     timeout = timeout_of(group, device)
     key = (dist.group.WORLD, ranks, ranks_per_host, str(dist.get_backend_config(group)), timeout)
-    if not all(key[1:] in said[rank].made for rank in ranks):
+    if not all(key[1:] in facts[rank].made for rank in ranks):
         splits = getattr(backend, "supports_splitting", False)
-        make = _split if splits and all(said[rank].splits for rank in ranks) else _new_groups
-        _made[key] = make(group, key)
+        splits = splits and all(facts[rank].splits for rank in ranks)
+        _made[key] = _new_groups(group, key, by_splitting=splits)
         if not Transport(group).by_messages(device):
             # NCCL connects ranks in the first collective of a group: not in the first step.
             for made in (_made[key].inside, _made[key].across):
@@ -245,49 +221,37 @@ def host_groups(
     return _made[key]
 
 
-def _split(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:
-    """Two splits of ``group``, which keep its options, such as the priority of its streams. One for
-    every host and every place would each take a call on all ranks."""
-    _, ranks, R, _, timeout = key
-    places = range(len(ranks))
-
-    def split(members: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
-        parts = [list(some) for some in members]
-        made = dist.split_group(group, parts, timeout=timeout, group_desc=f"tagc {name}")
-        assert isinstance(made, dist.ProcessGroup)
-        return made
-
-    hosts = [places[first : first + R] for first in range(0, len(ranks), R)]
-    inside = split(hosts, "inside a host")
-    across = split([places[r::R] for r in range(R)], "across hosts")
-    return HostGroups(inside=inside, across=across, _key=key)
-
-
-def _new_groups(group: dist.ProcessGroup, key: tuple[Any, ...]) -> HostGroups:
+def _new_groups(
+    group: dist.ProcessGroup, key: tuple[Any, ...], *, by_splitting: bool
+) -> HostGroups:
     _, ranks, R, backend, timeout = key
-    host, place = divmod(group.rank(), R)
+    places = range(len(ranks))
     everywhere = len(ranks) == dist.get_world_size()
 
-    def made(members: Sequence[tuple[int, ...]], mine: int, name: str) -> dist.ProcessGroup:
-        # If not all processes take part, only the members make a group. All ranks make groups in
-        # the same order, because each waits for the others of its group.
-        new = [
-            dist.new_group(
-                some,
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=not everywhere,
-                group_desc=f"tagc {name}",
-            )
-            if everywhere or i == mine
-            else None
-            for i, some in enumerate(members)
-        ]
-        own = new[mine]
+    def made(members: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
+        """Make a group of each of these sets of places in ``group``; the one of this rank."""
+        own: Any = None
+        if by_splitting:
+            # Keeps the options, such as the priority of streams; one call makes all.
+            parts = [list(some) for some in members]
+            own = dist.split_group(group, parts, timeout=timeout, group_desc=f"tagc {name}")
+        else:
+            # If not all processes take part, only the members make a group. All ranks make groups
+            # in the same order, because each waits for the others of its group.
+            for some in members:
+                if everywhere or group.rank() in some:
+                    new = dist.new_group(
+                        [ranks[place] for place in some],
+                        timeout=timeout,
+                        backend=backend,
+                        use_local_synchronization=not everywhere,
+                        group_desc=f"tagc {name}",
+                    )
+                    own = new if group.rank() in some else own
         assert isinstance(own, dist.ProcessGroup)
         return own
 
-    hosts = [ranks[first : first + R] for first in range(0, len(ranks), R)]
-    inside = made(hosts, host, "inside a host")
-    across = made([ranks[r::R] for r in range(R)], place, "across hosts")
+    hosts = [places[first : first + R] for first in range(0, len(ranks), R)]
+    inside = made(hosts, "inside a host")
+    across = made([places[r::R] for r in range(R)], "across hosts")
     return HostGroups(inside=inside, across=across, _key=key)

@@ -1,4 +1,4 @@
-"""Checks that all ranks are at the same collective of the same unit, and raises if not.
+"""Checks of every collective: it fits the unit's plan, and all ranks are at the same one.
 
 If the backend has messages (gloo on a CPU), ranks exchange headers with their own tag before they
 send anything else, and all ranks in a mix-up raise. Headers are in flight while a message is
@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tagc.collect.alarm import Alarm
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
-from tagc.plan import Direction
+from tagc.plan import Direction, UnitPlan, as_list
+from tagc.plan.part import Part
 
 # A header is int64: step, words of a message, part of the unit, the end of the unit's name, calls.
 _NUMBERS, _NAME_BYTES = 3, 48
@@ -40,17 +41,72 @@ _WORDS: dict[Direction, str] = {
 }
 
 
+LAG = 2
+"""Assume that a GPU is at most ``LAG`` notes behind the host, so that waiting for older notes takes
+no time."""
+
+
+class Alarm:
+    """Raises ``RuntimeError(message)`` after a condition was true.
+
+    On a CPU it raises at once; on a GPU after ``LAG`` more notes, on all ranks in the same step,
+    and in every later step. Until then, the affected data is NaN.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._ever: Tensor | None = None
+        # The last notes: a copy on the host, and an event that tells when the copy is done.
+        self._noted: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._notes = 0
+
+    def note(self, wrong: Tensor, floats: Tensor) -> None:
+        """Note a condition (``wrong``, boolean ``[]``): raise on a CPU, fill ``floats`` with NaN on
+        a GPU if it is true."""
+        if wrong.device.type == "cpu":
+            if wrong:
+                raise RuntimeError(self._message)
+            return
+        floats.masked_fill_(wrong, torch.nan)
+        if self._ever is None:
+            # Training cannot write to a tensor that an evaluation made in inference mode.
+            with torch.inference_mode(False):
+                self._ever = torch.zeros((), dtype=torch.bool, device=wrong.device)
+        # It stays true, so a later note cannot hide an earlier one.
+        self._ever.logical_or_(wrong)
+        if wrong.device.type != "cuda":
+            return
+        if len(self._noted) <= LAG:
+            with torch.inference_mode(False):
+                on_host = torch.zeros((), dtype=torch.bool, pin_memory=True, device="cpu")
+            self._noted.append((on_host, torch.cuda.Event()))
+        on_host, copied = self._noted[self._notes % (LAG + 1)]
+        on_host.copy_(self._ever, non_blocking=True)
+        copied.record(torch.cuda.current_stream(wrong.device))
+        self._notes += 1
+
+    def check(self) -> None:
+        """Raise RuntimeError if a note was true, the last ``LAG`` notes excepted."""
+        if self._notes <= LAG:
+            return
+        # Wait, and don't ask whether the device is done: the answer would differ between ranks.
+        on_host, copied = self._noted[self._notes % (LAG + 1)]
+        copied.synchronize()
+        if on_host:
+            raise RuntimeError(self._message)
+
+    def reset(self) -> None:
+        """Forget all notes, because their cause was fixed."""
+        self._ever, self._noted, self._notes = None, [], 0
+
+
 class DesyncError(RuntimeError):
     """Ranks are at different collectives."""
 
 
 class Lockstep:
-    """Compares the ranks' positions among the collectives of one unit in one direction.
-
-    Attributes:
-        what: the name of these collectives in errors.
-        label: the unit's name.
-    """
+    """Compares the ranks' positions among the collectives of one unit in one direction, which
+    errors call ``what``."""
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
         self.what = f"{_WORDS[direction]} of unit {label!r}"
@@ -91,9 +147,8 @@ class Lockstep:
         """Start telling the other ranks which collective this rank is at.
 
         Args:
-            transports: connect this rank with the others.
-            words: words of the message to a rank, the same on every rank.
-            step: the number of collectives before, the same on every rank; by default counted here.
+            words: words of the message to a rank.
+            step: the number of collectives before; by default counted here.
             part: a number for the part of the unit's parameters; 0 for all.
 
         Raises:
@@ -131,32 +186,20 @@ class Lockstep:
                         f"tagc: {self.what}, {us} and rank {others[0]}: {_SAME_CALLS}"
                     )
                 raise DesyncError(
-                    f"tagc: ranks are at different collectives: {us} at {_told(mine)}, "
-                    f"rank {others[0]} at {_told(other)}. {_REMEDY}"
+                    f"tagc: ranks are at different collectives: {us} at {_described(mine)}, "
+                    f"rank {others[0]} at {_described(other)}. {_REMEDY}"
                 )
 
     def stamp(self, part: int = 0) -> int:
-        """The first word of stamps, int32, after which their collectives are counted.
-
-        Args:
-            part: see :meth:`announce`.
-        """
+        """The first word of stamps, int32, after which their collectives are counted."""
         return self._mark ^ part ^ self._calls
 
     def check_stamps(self, mistaken: Tensor, out: Tensor) -> None:
-        """Note whether any received stamp differs from this rank's.
-
-        Args:
-            mistaken: boolean, ``[]``.
-            out: set to NaN on a GPU if so; any floating-point dtype.
-
-        Raises:
-            RuntimeError: see :class:`Alarm`.
-        """
+        """Note whether any received stamp differs from this rank's; see :meth:`Alarm.note`."""
         self._alarm.note(mistaken, out)
 
 
-def _told(header: Tensor) -> str:
+def _described(header: Tensor) -> str:
     step, length, part = header[:_NUMBERS].tolist()
     name = header[_NUMBERS : _NUMBERS + _NAME_BYTES // 8]
     name = bytes(name.view(torch.uint8).tolist()).rstrip(b"\0")
@@ -166,3 +209,59 @@ def _told(header: Tensor) -> str:
     cut = "..." if len(name) == _NAME_BYTES else ""
     reached = f", some of its parameters only: {part:08x}" if part else ""
     return f"{kind} of unit '{cut}{label}' (step {step}, {length} words{reached})"
+
+
+def check_reduction(
+    plan: UnitPlan,
+    part: Part | None,
+    out: Tensor,
+    inp: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    """Raise RuntimeError if the plan was not made for these buffers, this group or this operation.
+
+    Args:
+        part: the part that the backward reached; None for all parameters of the unit.
+    """
+    info, name = plan.info, plan.info.label
+    columns = plan.buffer_columns if part is None else part.columns
+    unknown = sorted(part.names - {p.name for p in info.params}) if part is not None else []
+    if group.size() != info.world_size:
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for {info.world_size} ranks, but FSDP "
+            f"reduces over {group.size()}; call tagc.wrap after the model is sharded for good"
+        )
+    expected = columns * plan.received_rows, columns * plan.rows
+    if unknown or (out.numel(), inp.numel()) != expected:
+        more = f", {as_list(unknown)} among them" if unknown else ""
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for {columns} gradient columns per rank, but FSDP "
+            f"reduces {out.numel()}{more}: requires_grad or the sharding changed after tagc.wrap. "
+            "Unfreeze and shard parameters before tagc.wrap, or remove() it and wrap again"
+        )
+    if inp.dtype != info.dtype:
+        raise RuntimeError(
+            f"tagc: unit {name!r} was planned for gradients of {info.dtype}, but FSDP "
+            f"reduces {inp.dtype}; call tagc.wrap after the model's dtypes are set for good"
+        )
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise RuntimeError(
+            f"tagc: unit {name!r} is reduced with {_name_of(op)}, but only SUM and AVG "
+            "can be compressed; with a gradient divide factor, also call "
+            "set_force_sum_reduction_for_comms(True) on the FSDP modules"
+        )
+
+
+def refuse_others(plan: UnitPlan, op: dist.ReduceOp.RedOpType, ranks: int) -> None:
+    """Raise because micro-batches wait inside the host, and this reduction cannot include them."""
+    raise RuntimeError(
+        f"tagc: micro-batches of unit {plan.info.label!r} wait inside the host, but now it is "
+        f"reduced with {_name_of(op)} over {ranks} ranks; reduce all micro-batches of a step alike"
+    )
+
+
+def _name_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+    # An operation with a factor has no name of its own.
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next((name for name, kind in kinds if op == kind), str(op))

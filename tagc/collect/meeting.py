@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tagc.collect.agreement import complaint_of
+from tagc.collect.agree import complaint_of
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tagc.codecs.workspace import Workspace
 from tagc.collect.hosts import HostGroups
+from tagc.collect.lockstep import check_reduction, refuse_others
 from tagc.collect.reducer_state import ReducerState
-from tagc.collect.reduction_check import check_reduction, refuse_others
 from tagc.collect.replay import Replay
 from tagc.collect.transport import CollectiveWork, Connect, Transport, failing_in
 from tagc.ops import Ops

@@ -29,23 +29,18 @@ class ReplicaAverage:
         shared: Callable[[], bool],
         reached: Callable[[], Set[str] | None] = lambda: None,
     ) -> None:
-        """Start with nothing waiting.
-
+        """
         Args:
-            shared: says whether the replicas share the gradient of this backward; the same on all
-                ranks.
-            reached: returns ``reached`` of :meth:`UnitReducer.reduce`; the same on all ranks.
+            shared: whether the replicas share the gradient of this backward, as all ranks know.
+            reached: see :meth:`UnitReducer.reduce`.
         """
         self._reducer, self._group, self._shared = reducer, group, shared
         self._reached, self._waiting = reached, reducer.waiting
 
     @torch.no_grad()
     def __call__(self, shard: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG) -> None:
-        """Replace ``shard`` ``[S]`` by the average over the replicas, or by zeros if it waits.
-
-        Args:
-            op: AVG, or SUM for the sum.
-        """
+        """Replace ``shard`` ``[S]`` by the average (or sum) over the replicas, or by zeros if it
+        waits."""
         if shard.is_cuda:
             # FSDP allocated it on another stream, and frees it while this stream still uses it.
             shard.record_stream(torch.cuda.current_stream(shard.device))

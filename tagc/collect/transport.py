@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,12 +67,7 @@ class CollectiveWork:
 
 
 class Transport:
-    """The collectives of one group of ``W`` ranks.
-
-    Attributes:
-        rank: this process's rank in the group.
-        size: ``W``.
-    """
+    """The collectives of one group of ``W`` ranks, its ``size``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -91,7 +86,7 @@ class Transport:
         return device.type == "cpu" and _is_gloo(self.group, device)
 
     def adds_itself(self, device: torch.device) -> bool:
-        """Whether :meth:`sum_rows` adds locally, and so writes to ``scratch``."""
+        """Whether :meth:`sum_each` adds locally, and so writes to ``scratch``."""
         return _is_gloo(self.group, device)
 
     def all_to_all(
@@ -142,34 +137,24 @@ class Transport:
         sent = sum(t.numel() for r, t in enumerate(inp) if r != self.rank)
         return CollectiveWork(works, sent * inp[0].element_size())
 
-    def sum_rows(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
-        """Reduce-scatter SUM: add all ranks' rows for this rank into ``out`` ``[m]``.
-
-        Args:
-            inp: ``[W, m]``, row ``d`` for rank ``d``.
-            scratch: ``[W, m]``, written if :meth:`adds_itself`.
-        """
-        if self.adds_itself(inp.device):
-            pending = self.all_to_all(scratch, inp)
-            pending.parts, pending.out = scratch, out
-            return pending
-        return self.reduce_scatter(out, inp.view(-1), dist.ReduceOp.SUM)
-
     def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
-        """:meth:`sum_rows` for each of ``n`` buffers, in one call of the backend.
+        """Reduce-scatter SUM of ``n`` buffers, in one call of the backend: add all ranks' rows for
+        this rank into ``out[i]``.
 
         Args:
             out: ``[n, m]``.
-            inp: ``[n, W, m]``.
+            inp: ``[n, W, m]``, row ``d`` of each for rank ``d``.
             scratch: ``[n, W, m]``, written if :meth:`adds_itself`.
         """
-        triples = list(zip(out, inp, scratch, strict=True))
-        if len(out) == 1 or self.adds_itself(inp.device):
-            works = [self.sum_rows(*each) for each in triples]
+        works = []
+        if self.adds_itself(inp.device):
+            for total, rows, parts in zip(out, inp, scratch, strict=True):
+                pending = self.all_to_all(parts, rows)
+                pending.parts, pending.out = parts, total
+                works.append(pending)
         else:
-            works = []
-            with together(self.group):
-                for total, rows, _ in triples:
+            with together(self.group) if len(out) > 1 else nullcontext():
+                for total, rows in zip(out, inp, strict=True):
                     reduce_scatter(total, rows.view(-1), group=self.group)
         return CollectiveWork(works, self._to_others(inp))
 
@@ -227,11 +212,8 @@ class Transport:
         return CollectiveWork(_started(work), 2 * self._to_others(t))
 
     def gather_headers(self, header: Tensor) -> tuple[CollectiveWork, Tensor]:
-        """Start gathering every rank's ``header`` ``[n]``, by messages with a tag of their own.
-
-        Returns:
-            The work, with 0 bytes, and the tensor ``[W, n]`` that receives the headers.
-        """
+        """Start gathering every rank's ``header`` ``[n]`` into a tensor ``[W, n]``, by messages
+        with a tag of their own; they count no bytes."""
         out = header.new_empty(self.size, header.numel())
         works = self._messages(out.unbind(), [header] * self.size, HEADER_TAG)
         return CollectiveWork(works, 0), out
@@ -272,23 +254,35 @@ class SilentGroup:
         self._size = size
 
     def size(self) -> int:
-        """Number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """0."""
         return 0
 
 
 class SilentTransport(Transport):
-    """Sends nothing, and counts the bytes that it would have sent. For the meta device."""
+    """Sends nothing, and counts no bytes. For the meta device."""
 
     def by_messages(self, device: torch.device) -> bool:
-        """See :meth:`Transport.by_messages`: as on a GPU."""
-        return False
+        return False  # as on a GPU
 
     def adds_itself(self, device: torch.device) -> bool:
         return False
+
+    def _send_nothing(self, *args: Any, **options: Any) -> CollectiveWork:
+        return CollectiveWork((), 0)
+
+    all_to_all = sum_each = reduce_scatter = _send_nothing
+    gather = gather_each = all_gather = all_reduce = _send_nothing
+
+
+class BareTransport(Transport):
+    """Calls the methods of a group of gloo that :mod:`torch.distributed` does not know, such as
+    torchft's.
+
+    torch's functions work for such a group, too, until a collective fails: then they ask for its
+    backend, and raise an error about that.
+    """
 
     def all_to_all(
         self,
@@ -298,27 +292,19 @@ class SilentTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        if columns is None:
-            return CollectiveWork((), self._to_others(inp))
-        numel = sum(c.stop - c.start for r, c in enumerate(columns) if r != self.rank)
-        return CollectiveWork((), numel * inp.element_size())
-
-    def reduce_scatter(
-        self, out: Tensor, inp: Tensor, op: dist.ReduceOp.RedOpType
-    ) -> CollectiveWork:
-        return CollectiveWork((), self._to_others(inp))
-
-    def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
-        return CollectiveWork((), self._to_others(inp))
+        if self.by_messages(inp.device):
+            return super().all_to_all(out, inp, columns, in_flight=in_flight)
+        work = self.group.alltoall_base(out, inp, [], [], dist.AllToAllOptions())
+        return CollectiveWork([work], self._to_others(inp))
 
     def gather(self, out: Tensor, inp: Tensor, *, in_flight: bool = False) -> CollectiveWork:
-        return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
-
-    def gather_each(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        return self.gather(out, inp)
+        if self.by_messages(inp.device):
+            return super().gather(out, inp, in_flight=in_flight)
+        return self.all_gather(out.view(-1), inp.view(-1))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CollectiveWork:
-        return self.gather(out, inp)
+        self.group._allgather_base(out, inp).wait()
+        return CollectiveWork((), (self.size - 1) * inp.numel() * inp.element_size())
 
     def all_reduce(
         self,
@@ -327,7 +313,9 @@ class SilentTransport(Transport):
         *,
         in_flight: bool = False,
     ) -> CollectiveWork:
-        return CollectiveWork((), 2 * self._to_others(t))
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # pyright: ignore
+        return CollectiveWork([self.group.allreduce([t], options)], 2 * self._to_others(t))
 
 
 Connect = Callable[[Any], Transport]
@@ -353,11 +341,7 @@ def failing_in(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Refuse groups whose ranks cannot send each other anything.
-
-    Raises:
-        ValueError: for a group of backend ``fake``, or of no backend for any device.
-    """
+    """Refuse groups whose ranks cannot send each other anything."""
     for group in groups:
         name = dist.get_backend(group)
         if name == "fake":

@@ -14,11 +14,7 @@ class Waiting:
     inside a host or in one replica (``set_requires_all_reduce(False)``)."""
 
     def __init__(self, unit: UnitPlan, dtype: torch.dtype | None = None) -> None:
-        """Start with nothing waiting.
-
-        Args:
-            dtype: the dtype of the sum; by default the gradients' dtype.
-        """
+        """``dtype`` is that of the sum; by default the gradients'."""
         self._unit, self._dtype = unit, dtype
         self._sum: Tensor | None = None
         # Names of the parameters that backwards reached since.
@@ -28,12 +24,8 @@ class Waiting:
         return self._sum is not None
 
     def add(self, total: Tensor, part: Part | None = None) -> None:
-        """Add ``total`` ``[..., S]`` to the waiting sum.
-
-        Args:
-            part: the part that the backward reached, if not the whole unit; ``total`` is zero in
-                other columns.
-        """
+        """Add ``total`` ``[..., S]`` to the waiting sum. It is zero outside the ``part`` that the
+        backward reached."""
         if self._sum is None:
             self._sum = total.to(self._dtype or total.dtype, copy=True)
         else:
@@ -67,7 +59,6 @@ class Waiting:
             )
 
     def drop(self) -> None:
-        """Drop the waiting sum."""
         self._sum, self._reached = None, frozenset()
 
     def _names(self, part: Part | None) -> frozenset[str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tagc.attach import Levels, OptimizerSteps, Unit
-from tagc.attach.known_parameters import KnownParameters
+from tagc.attach.changes import KnownParameters
 from tagc.codecs.workspace import Workspace
 from tagc.collect import (
     CopyGatherer,
@@ -58,11 +58,6 @@ class Collectives:
     def waiting(self) -> list[Waiting]:
         """The gradients of micro-batches that wait, for each reducer."""
         return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
-
-    @property
-    def replica(self) -> int:
-        """Index of the replica of the sharded model that this rank is in, from 0."""
-        return 0 if self.replica_group is None else self.replica_group.rank()
 
     def watch(self, model: nn.Module) -> None:
         """From now on, refuse gradients of parameters that the plan does not know."""
@@ -123,74 +118,66 @@ def make_collectives(
     """Make the collectives of a plan; :func:`install` installs them.
 
     Args:
-        connect: makes the transport of a group.
         in_turns: whether a unit may be reduced while messages of others are in flight.
-
-    Raises:
-        ValueError: if the model has its own all-reduce hook, which replicas would replace, or a
-            gather that cannot be compressed.
     """
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
             "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
             "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
         )
+    made = Collectives(levels=levels, replica_group=replica_group)
     shared = {unit.device: Workspace(unit.device) for unit in units}
 
-    def chosen(unit: Unit, unit_plan: UnitPlan) -> Ops:
+    def parts(unit: Unit, unit_plan: UnitPlan) -> tuple[Ops, HostGroups | None]:
         # A unit that stays dense needs no operators, and no warning about them.
-        return get_ops(unit.device, ops if unit_plan.compressed else "reference")
-
-    def hosts(unit: Unit, unit_plan: UnitPlan) -> HostGroups | None:
-        return levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
-
-    def reducer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitReducer:
-        return UnitReducer(
-            unit_plan,
-            chosen(unit, unit_plan),
-            unit.device,
-            Workspace(unit.device) if in_turns else shared[unit.device],
-            # Units differ in their seeds, so that equal layouts do not share bad luck.
-            seed=(i * 0x9E3779B1) % 2**31,
-            rank=_place(unit, replica_group),
-            hosts=hosts(unit, unit_plan),
-            crosses=lambda: unit.all_reduces,
-            connect=connect,
-        )
-
-    def reducers(plans: Sequence[UnitPlan]) -> list[UnitReducer]:
-        pairs = zip(units, plans, strict=bool(plans))
-        return [reducer(i, unit, unit_plan) for i, (unit, unit_plan) in enumerate(pairs)]
-
-    def gatherer(i: int, unit: Unit, unit_plan: UnitPlan) -> UnitGatherer:
-        _check_gather(unit, unit_plan)
-        setup = GatherSetup(
-            plan=unit_plan,
-            ops=chosen(unit, unit_plan),
-            device=unit.device,
-            workspace=shared[unit.device],
-            rank=unit.group.rank(),
-            hosts=hosts(unit, unit_plan),
-        )
-        if not unit_plan.keeps_copy:
-            return MessageGatherer(setup)
-        return CopyGatherer(
-            setup,
-            reductions=lambda: made.reducers[i].counters.steps,
-            versions=lambda: sum(p._version for p in unit.trainable()),
-        )
-
-    made = Collectives(levels=levels, replica_group=replica_group)
+        chosen = get_ops(unit.device, ops if unit_plan.compressed else "reference")
+        return chosen, levels.groups(unit) if unit_plan.info.ranks_per_host > 1 else None
 
     def make_reducers() -> None:
-        made.reducers += reducers(plan.units)
-        made.replica_reducers += reducers(plan.replicas)
+        for plans, found in (
+            (plan.units, made.reducers),
+            (plan.replicas, made.replica_reducers),
+        ):
+            for i, (unit, unit_plan) in enumerate(zip(units, plans, strict=bool(plans))):
+                unit_ops, hosts = parts(unit, unit_plan)
+                reducer = UnitReducer(
+                    unit_plan,
+                    unit_ops,
+                    unit.device,
+                    Workspace(unit.device) if in_turns else shared[unit.device],
+                    # Units differ in their seeds, so that equal layouts do not share bad luck.
+                    seed=(i * 0x9E3779B1) % 2**31,
+                    rank=_place(unit, replica_group),
+                    hosts=hosts,
+                    crosses=lambda unit=unit: unit.all_reduces,
+                    connect=connect,
+                )
+                found.append(reducer)
 
     def make_gatherers() -> None:
-        if any(unit_plan.compressed for unit_plan in plan.parameters):
-            # On every unit, so that the bytes of units that stay dense are counted too.
-            planned = enumerate(zip(units, plan.parameters, strict=True))
-            made.gatherers += [gatherer(i, unit, of_unit) for i, (unit, of_unit) in planned]
+        if not any(unit_plan.compressed for unit_plan in plan.parameters):
+            return
+        # On every unit, so that the bytes of units that stay dense are counted too.
+        for i, (unit, unit_plan) in enumerate(zip(units, plan.parameters, strict=True)):
+            _check_gather(unit, unit_plan)
+            unit_ops, hosts = parts(unit, unit_plan)
+            setup = GatherSetup(
+                plan=unit_plan,
+                ops=unit_ops,
+                device=unit.device,
+                workspace=shared[unit.device],
+                rank=unit.group.rank(),
+                hosts=hosts,
+            )
+            if not unit_plan.keeps_copy:
+                made.gatherers.append(MessageGatherer(setup))
+                continue
+            gatherer = CopyGatherer(
+                setup,
+                reductions=lambda i=i: made.reducers[i].counters.steps,
+                versions=lambda unit=unit: sum(p._version for p in unit.trainable()),
+            )
+            made.gatherers.append(gatherer)
 
     # Both compile kernels, each on one rank of a host: half of the ranks begin at the other end.
     order = (make_reducers, make_gatherers)
@@ -221,12 +208,13 @@ def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
 def install(
     units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
 ) -> None:
-    c = collectives  # each of its lists is as long as that of the units, or empty
+    """Let the units call their collectives. Each list is as long as that of units, or empty."""
+    c = collectives
     for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
         unit.install(reducer)
-    for unit, gatherer in zip(units, c.gatherers, strict=bool(c.gatherers)):
+    pairs = list(zip(units, c.gatherers, strict=bool(c.gatherers)))
+    for unit, gatherer in pairs:
         unit.install_gather(gatherer)
-    pairs = zip(units, c.gatherers, strict=bool(c.gatherers))
     copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
     if copying:
         c.steps = OptimizerSteps(copying)
@@ -237,14 +225,15 @@ def install(
 
 def average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
     """Average with the backend's all-reduce over replicas that FSDP does not know."""
-    made = []
     infos = [unit.info for unit in units]
     plan = build_plan(infos, Policy.load("dense"), replicas=over_replicas(units, group))
-    for unit, unit_plan in zip(units, plan.replicas, strict=True):
-        workspace, ops = Workspace(unit.device), get_ops(unit.device, "reference")
-        made.append(UnitReducer(unit_plan, ops, unit.device, workspace, seed=0))
-        _install_average(unit, made[-1], group)
-    return made
+    reducers = [
+        UnitReducer(p, get_ops(u.device, "reference"), u.device, Workspace(u.device), seed=0)
+        for u, p in zip(units, plan.replicas, strict=True)
+    ]
+    for unit, reducer in zip(units, reducers, strict=True):
+        _install_average(unit, reducer, group)
+    return reducers
 
 
 def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
-from tagc.attach.groups import bytes_by_dimension
 from tagc.basics.warn import warn
 from tagc.checkpoint import Source, State, UnitState
-from tagc.collect import UnitGatherer, UnitReducer, copy_step_state, restore_step_state
+from tagc.collect import UnitGatherer
+from tagc.groups.mesh import bytes_by_dimension
 from tagc.handle.collectives import Collectives
 from tagc.handle.handle import Handle
 from tagc.handle.metrics import Metrics, collect
-from tagc.handle.noise import KeptRates, MeasuredUnit, NoiseFactors, clip_grad_norm
+from tagc.handle.noise import LearningRateScaling, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan, UnitInfo
 
 # An attribute of the model, so that both are freed together.
@@ -31,6 +32,12 @@ class Compressor(Handle):
     It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
     and optimizer. A resumed run then has the same bits as one that never stopped. Or ``save`` and
     ``load`` a folder of safetensors files.
+
+    Attributes:
+        units, groups: the model's units, and the process groups of the ranks that share the model;
+            this and the rest is for inspection, and not part of the stable interface.
+        reducers, replica_reducers, gatherers: of each unit; empty if the plan has no replicas, or
+            FSDP gathers parameters itself.
     """
 
     def __init__(
@@ -43,26 +50,24 @@ class Compressor(Handle):
         *,
         disabled: bool = False,
     ) -> None:
-        self._model, self._plan, self._units = model, plan, units
+        self._model, self._plan, self._disabled = model, plan, disabled
+        self.units, self.groups = units, groups
         self._collectives = collectives
-        self._groups, self._disabled = groups, disabled
+        self.reducers, self.replica_reducers = collectives.reducers, collectives.replica_reducers
+        self.gatherers: Sequence[UnitGatherer] = collectives.gatherers
         self._noise: NoiseFactors | None = None
-        self._kept: list[KeptRates] = []
+        self._kept: list[LearningRateScaling] = []
 
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
-        gatherers = [] if self._disabled else self._collectives.gatherers
-        pairs = zip(self._units, gatherers, strict=bool(gatherers))
+        gatherers = [] if self._disabled else self.gatherers
+        pairs = zip(self.units, gatherers, strict=bool(gatherers))
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
         total = sum(whole for _, whole in squares)
         return collect(
-            self._collectives.reducers,
-            replicas=self._collectives.replica_reducers,
-            parameter_bytes=(
-                sum(g.wire_bytes for g in gatherers),
-                sum(g.dense_bytes for g in gatherers),
-                sum(g.inside_bytes for g in gatherers),
-            ),
+            self.reducers,
+            self.replica_reducers,
+            gatherers,
             native_bytes=sum(unit.dense_bytes(unit.columns) for unit in self._plan.native),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
             noise_factor=math.nan if self._noise is None else self._noise.mean(),
@@ -71,49 +76,21 @@ class Compressor(Handle):
         )
 
     @property
-    def reducers(self) -> Sequence[UnitReducer]:
-        """The reducer of each unit, for inspection; not part of the stable interface."""
-        return self._collectives.reducers
-
-    @property
-    def gatherers(self) -> Sequence[UnitGatherer]:
-        """The gatherer of each unit, empty if FSDP gathers parameters itself; for inspection, not
-        part of the stable interface."""
-        return self._collectives.gatherers
-
-    @property
-    def replica_reducers(self) -> Sequence[UnitReducer]:
-        """The reducer of each unit over replicas, empty without them; for inspection, not part of
-        the stable interface."""
-        return self._collectives.replica_reducers
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """The model's units, for inspection; not part of the stable interface."""
-        return self._units
-
-    @property
     def has_replicas(self) -> bool:
         """Whether gradients are averaged over replicas of the sharded model."""
         return self._collectives.replica_group is not None
 
     @property
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """The process groups of the ranks that share the model; for inspection, not part of the
-        stable interface."""
-        return self._groups
-
-    @property
     def wire_bytes(self) -> int:
         """Gradient bytes that this rank has sent in reduce-scatters. If the ranks of a host add up
         first, only bytes to other hosts count. Reading it does not wait for the device."""
-        return sum(reducer.wire_bytes for reducer in self._collectives.reducers)
+        return sum(reducer.wire_bytes for reducer in self.reducers)
 
     @property
     def parameter_wire_bytes(self) -> int:
         """Bytes that this rank has sent in all-gathers; 0 if the policy leaves parameters to FSDP.
         If the ranks of a host pass parameters on, only bytes to other hosts count."""
-        return sum(gatherer.wire_bytes for gatherer in self._collectives.gatherers)
+        return sum(gatherer.wire_bytes for gatherer in self.gatherers)
 
     def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
         super()._load(open_source, force=force)
@@ -129,22 +106,23 @@ class Compressor(Handle):
 
     def _state(self) -> State:
         made = self._collectives
+        replica = 0 if made.replica_group is None else made.replica_group.rank()
         reduced = [
             UnitState(
                 direction=reducer.plan.direction,
                 reducer=reducer,
-                **_shard_of(unit, reducer.plan.info, made.replica),
+                **_shard_of(unit, reducer.plan.info, replica),
             )
-            for reducers in (made.reducers, made.replica_reducers)
-            for unit, reducer in zip(self._units, reducers, strict=bool(reducers))
+            for reducers in (self.reducers, self.replica_reducers)
+            for unit, reducer in zip(self.units, reducers, strict=bool(reducers))
         ]
-        parallel = [group for unit in self._units for group in unit.parallel]
-        groups = list({id(group): group for group in (*self._groups, *parallel)}.values())
+        parallel = [group for unit in self.units for group in unit.parallel]
+        groups = list({id(group): group for group in (*self.groups, *parallel)}.values())
         return State(
             plan=self._plan,
             groups=groups,
             reduced=reduced,
-            gathered=made.gatherers,
+            gathered=self.gatherers,
             waiting=made.waiting,
         )
 
@@ -172,7 +150,8 @@ class Compressor(Handle):
     def copy_residuals(self) -> list[Tensor]:
         """A copy of this rank's residuals and of the codecs' state, for :meth:`restore_residuals`.
         It takes a little more memory than the residuals."""
-        return copy_step_state(self._collectives.all_reducers)
+        reducers = self._collectives.all_reducers
+        return [tensor.clone() for reducer in reducers for tensor in reducer.step_tensors()]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
         """Restore the residuals from :meth:`copy_residuals`, after the optimizer skipped a step.
@@ -193,10 +172,18 @@ class Compressor(Handle):
         Raises:
             ValueError: if the copy is of another model or plan.
         """
-        restore_step_state(self._collectives.all_reducers, copy, where)
+        reducers = self._collectives.all_reducers
+        sizes = [[tensor.shape for tensor in reducer.step_tensors()] for reducer in reducers]
+        if [shape for shapes in sizes for shape in shapes] != [t.shape for t in copy]:
+            raise ValueError("the copy was not taken from this model under this plan")
+        kept = iter(copy)
+        for reducer, shapes in zip(reducers, sizes, strict=True):
+            reducer.restore_step(list(islice(kept, len(shapes))), where)
         self._note("restore_residuals", where)
 
-    def keep_rates(self, optimizer: Optimizer, *, second_moment: bool | None = None) -> KeptRates:
+    def keep_rates(
+        self, optimizer: Optimizer, *, second_moment: bool | None = None
+    ) -> LearningRateScaling:
         """Make the steps of ``optimizer`` as large as with dense gradients, at its own learning
         rates and decay, despite the noise of the policy's codecs.
 
@@ -225,7 +212,7 @@ class Compressor(Handle):
         """
         if any(kept.of(optimizer) for kept in self._kept):
             raise ValueError("this optimizer's rates are already kept; call remove() first")
-        kept = KeptRates(optimizer, self._measured_noise(), second_moment=second_moment)
+        kept = LearningRateScaling(optimizer, self._measured_noise(), second_moment=second_moment)
         self._kept.append(kept)
         return kept
 
@@ -243,15 +230,10 @@ class Compressor(Handle):
     def _measured_noise(self) -> NoiseFactors:
         if self._noise is None:
             made = self._collectives
-            replicas = made.replica_reducers or [None] * len(made.reducers)
-            reduced = (
-                [] if self._disabled else zip(self._units, made.reducers, replicas, strict=False)
-            )
-            units = [
-                MeasuredUnit(unit=unit, reducers=tuple(r for r in pair if r is not None))
-                for unit, *pair in reduced
-                if not self._disabled
-            ]
+            reducers = [] if self._disabled else [self.reducers, self.replica_reducers]
+            measured = zip(*(some for some in reducers if some), strict=True)
+            # None are measured if nothing is compressed.
+            units = list(zip(self.units, measured, strict=False))
             self._noise = NoiseFactors(units, made.replica_group)
         return self._noise
 
@@ -260,7 +242,7 @@ class Compressor(Handle):
         ``delta``). Call it on all ranks whenever something other than an optimizer has changed
         parameters: after you load a checkpoint, or swap averaged weights in or out.
         """
-        for gatherer in self._collectives.gatherers:
+        for gatherer in self.gatherers:
             gatherer.refresh()
 
     def drop_waiting(self) -> None:
@@ -275,15 +257,15 @@ class Compressor(Handle):
     def _note(self, call: str, value: float | Tensor) -> None:
         """Note a call, which ranks compare in the next reduction. A tensor's value stays on its
         device, and is not compared."""
-        said = f"{call} {'' if isinstance(value, Tensor) else float(value)}"
+        text = f"{call} {'' if isinstance(value, Tensor) else float(value)}"
         for reducer in self._collectives.all_reducers:
-            reducer.note(said)
+            reducer.note(text)
 
     def remove(self) -> None:
         """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""
         for kept in self._kept:
             kept.remove()
-        for unit in self._units:
+        for unit in self.units:
             unit.restore()
         self._collectives.clear()
         if attached(self._model) is self:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from tagc.attach.groups import DimensionBytes
-from tagc.collect import UnitReducer
+from tagc.collect import UnitGatherer, UnitReducer
+from tagc.groups.mesh import DimensionBytes
 from tagc.plan import format_bytes
 from tagc.policy import Tuning
 
@@ -144,36 +144,11 @@ def _ratio(dense: float, sent: float) -> str:
     return f"{dense / sent:.2f}x" if sent else ""
 
 
-@dataclass
-class _Selected:
-    """Elements of sparse codecs, summed over the steps."""
-
-    planned: float = 0
-    target: float = 0
-    selectable: float = 0
-    selected: float = 0
-    sketched: float = 0
-    union: float = 0
-    unresolved: int = 0
-
-    def add(self, reducer: UnitReducer) -> None:
-        steps, destinations = reducer.counters.compressed_steps, reducer.plan.messages.made
-        for count in reducer.selection_counts():
-            self.planned += count.elements
-            self.target += count.target * count.elements
-            self.selectable += count.elements * steps * destinations
-            self.selected += count.selected
-            self.unresolved += count.unresolved
-            if count.union is not None:
-                self.sketched += count.elements * steps
-                self.union += count.union
-
-
 def collect(
     reducers: Sequence[UnitReducer],
-    *,
     replicas: Sequence[UnitReducer] = (),
-    parameter_bytes: tuple[int, int, int] = (0, 0, 0),
+    gatherers: Sequence[UnitGatherer] = (),
+    *,
     native_bytes: float = 0.0,
     parameter_error: float = 0.0,
     noise_factor: float = math.nan,
@@ -183,48 +158,53 @@ def collect(
     """Read the counters of all units. Waits for the device.
 
     Args:
-        parameter_bytes: bytes sent, bytes that FSDP's own all-gathers would have sent, and bytes
-            sent inside hosts.
         native_bytes: bytes that FSDP's own all-gathers send in a step of one backward.
-        parameter_error: see :class:`Metrics`.
-        noise_factor: see :class:`Metrics`.
+        parameter_error, noise_factor, dimensions: see :class:`Metrics`.
         tuning: the policy's factors.
-        dimensions: see :class:`Metrics`.
     """
-    selected = _Selected()
-    for reducer in (*reducers, *replicas):
-        selected.add(reducer)
+    all_reducers = [*reducers, *replicas]
+    # Elements of sparse codecs, summed over the steps.
+    counts = [(count, r) for r in all_reducers for count in r.selection_counts()]
+    elements = sum(c.elements for c, _ in counts)
+    selectable = sum(
+        c.elements * r.counters.compressed_steps * r.plan.messages.made for c, r in counts
+    )
+    unions = [(c.union, c.elements * r.counters.compressed_steps) for c, r in counts]
     norms = [
         torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
-        for reducer in (*reducers, *replicas)
-        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
+        for r in all_reducers
+        for residual in (*r.residuals.values(), *r.owner_residuals.values())
     ]
-    nothing = math.nan if selected.planned else 1.0
+    left = [r.plan.warmup_steps - r.counters.all_steps for r in all_reducers if r.plan.compressed]
+    nothing = math.nan if elements else 1.0
     steps = max((r.counters.steps for r in reducers), default=0)
     native = int(steps * native_bytes)
-    wire = sum(r.wire_bytes for r in (*reducers, *replicas)) + parameter_bytes[0] + native
-    dense = _dense_bytes([*reducers, *replicas]) + parameter_bytes[1] + native
+    parameters = sum(g.wire_bytes for g in gatherers), sum(g.dense_bytes for g in gatherers)
     return Metrics(
         steps=steps,
-        warming_up=max((_dense_steps_left(r) for r in (*reducers, *replicas)), default=0),
+        warming_up=max([0, *left]),
         wire_bytes=sum(r.wire_bytes for r in reducers),
         compressed_wire_bytes=sum(r.compressed_wire_bytes for r in reducers),
         dense_bytes=_dense_bytes(reducers),
         compressed_dense_bytes=_dense_bytes(reducers, compressed=True),
         inside_wire_bytes=sum(r.counters.inside_bytes for r in reducers),
-        parameter_wire_bytes=parameter_bytes[0],
-        parameter_dense_bytes=parameter_bytes[1],
-        parameter_inside_wire_bytes=parameter_bytes[2],
+        parameter_wire_bytes=parameters[0],
+        parameter_dense_bytes=parameters[1],
+        parameter_inside_wire_bytes=sum(g.inside_bytes for g in gatherers),
         parameter_error=parameter_error,
         native_parameter_bytes=native,
-        total_wire_bytes=wire,
-        total_dense_bytes=dense,
+        total_wire_bytes=sum(r.wire_bytes for r in all_reducers) + parameters[0] + native,
+        total_dense_bytes=_dense_bytes(all_reducers) + parameters[1] + native,
         replica_wire_bytes=sum(r.wire_bytes for r in replicas),
         replica_dense_bytes=_dense_bytes(replicas),
-        density_target=selected.target / selected.planned if selected.planned else 1.0,
-        density=selected.selected / selected.selectable if selected.selectable else nothing,
-        union_density=selected.union / selected.sketched if selected.sketched else nothing,
-        unresolved=selected.unresolved,
+        density_target=_share(sum(c.target * c.elements for c, _ in counts), elements, 1.0),
+        density=_share(sum(c.selected for c, _ in counts), selectable, nothing),
+        union_density=_share(
+            sum(union for union, _ in unions if union is not None),
+            sum(own for union, own in unions if union is not None),
+            nothing,
+        ),
+        unresolved=sum(c.unresolved for c, _ in counts),
         residual_norm=math.hypot(*norms),
         noise_factor=noise_factor,
         rate_factor=tuning.rate_factor if tuning else math.nan,
@@ -233,9 +213,8 @@ def collect(
     )
 
 
-def _dense_steps_left(reducer: UnitReducer) -> int:
-    done = reducer.counters.all_steps
-    return max(0, reducer.plan.warmup_steps - done) if reducer.plan.compressed else 0
+def _share(part: float, whole: float, nothing: float) -> float:
+    return part / whole if whole else nothing
 
 
 def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -> int:

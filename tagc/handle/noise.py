@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any, Protocol
@@ -26,19 +25,6 @@ _DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
 _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredUnit:
-    """A unit whose gradients are measured.
-
-    Attributes:
-        reducers: the reducers that its gradient goes through: over the ranks that share the
-            parameters, then over replicas if there are any.
-    """
-
-    unit: Unit
-    reducers: tuple[UnitReducer, ...]
-
-
 class Factors(Protocol):
     """RMS of gradients relative to dense, per parameter; the same on all ranks."""
 
@@ -52,55 +38,53 @@ class Factors(Protocol):
 
 
 class NoiseFactors(Factors):
-    """RMS of measured gradients relative to dense, per parameter; the same on all ranks.
-
-    All ranks exchange a few numbers for each unit after 1, 2, 4, 8 and 16 reductions, and then
-    after every 16: in the next call of :meth:`agree`.
+    """:class:`Factors` as reducers measure them. All ranks exchange a few numbers for each unit
+    after 1, 2, 4, 8 and 16 reductions, and then after every 16: in the next call of :meth:`agree`.
     """
 
-    def __init__(self, units: Sequence[MeasuredUnit], replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[tuple[Unit, Sequence[UnitReducer]]],
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        """``units`` have the reducers that their gradients go through: over the ranks that share
+        the parameters, then over replicas if there are any."""
         self._units, self._replicas = units, replicas
-        for measured in units:
-            for reducer in measured.reducers:
+        for _, reducers in units:
+            for reducer in reducers:
                 if reducer.gauge is None:  # a loaded state may have measured already
                     reducer.measure_noise()
 
     def agree(self) -> None:
-        due = [m for m in self._units if any(_is_due(r) for r in m.reducers)]
-        for group in dict.fromkeys(m.unit.group for m in due):
-            together = [m for m in due if m.unit.group is group]
-            gauges = [r.gauge for m in together for r in m.reducers if r.gauge is not None]
-            if not gauges:
-                continue
-            sums = torch.cat([gauge.sums for gauge in gauges]).to(together[0].unit.device)
+        due = [(unit, made) for unit, made in self._units if any(map(_is_due, made))]
+        for group in dict.fromkeys(unit.group for unit, _ in due):
+            together = [(unit, made) for unit, made in due if unit.group is group]
+            reducers = [r for _, made in together for r in made if r.gauge is not None]
+            gauges = [r.gauge for r in reducers if r.gauge is not None]
+            sums = torch.cat([gauge.sums for gauge in gauges]).to(together[0][0].device)
             for ranks in (group, self._replicas):
                 if ranks is not None:
                     # Summed in the order of ranks, so the backend's algorithm does not matter.
                     sums = Transport(ranks).gather_values(sums)[0].sum(0)
             rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
-            for gauge, row in zip(gauges, rows, strict=True):
+            for reducer, gauge, row in zip(reducers, gauges, rows, strict=True):
                 gauge.agreed.copy_(row)
-            for reducer in (r for m in together for r in m.reducers):
-                if reducer.gauge is not None:
-                    reducer.gauge.agreed_at.fill_(reducer.counters.compressed_steps)
+                gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
     def by_parameter(self) -> dict[int, float]:
         found: dict[int, float] = {}
-        for measured in self._units:
-            named = self._by_name(measured)
-            params = measured.unit.trainable()
-            infos = measured.unit.info.params
+        for unit, reducers in self._units:
+            named, params, infos = _by_name(unit, reducers), unit.trainable(), unit.info.params
             if len(params) == len(infos):
                 found |= {id(p): named[i.name] for p, i in zip(params, infos, strict=True)}
             else:  # one flat parameter
-                weights = [math.prod(i.shape) for i in infos]
-                mean = _mean([named[i.name] for i in infos], weights)
+                mean = _mean([named[i.name] for i in infos], [math.prod(i.shape) for i in infos])
                 found |= {id(p): mean for p in params}
         return found
 
     def mean(self) -> float:
         """Geometric mean over all elements with a factor other than 1; NaN without any."""
-        named = [(measured.unit.info.params, self._by_name(measured)) for measured in self._units]
+        named = [(unit.info.params, _by_name(unit, reducers)) for unit, reducers in self._units]
         pairs = [
             (factors[info.name], math.prod(info.shape))
             for infos, factors in named
@@ -109,23 +93,23 @@ class NoiseFactors(Factors):
         ]
         return _mean([f for f, _ in pairs], [n for _, n in pairs]) if pairs else math.nan
 
-    @staticmethod
-    def _by_name(measured: MeasuredUnit) -> dict[str, float]:
-        named = {info.name: 1.0 for info in measured.unit.info.params}
-        for reducer in measured.reducers:
-            if reducer.gauge is None:
-                continue
-            pairs = zip(reducer.plan.compressed, reducer.gauge.agreed, strict=True)
-            for segment, squares in pairs:
+
+def _by_name(unit: Unit, reducers: Sequence[UnitReducer]) -> dict[str, float]:
+    """The factors of a unit's parameters, in its order."""
+    named = {info.name: 1.0 for info in unit.info.params}
+    for reducer in reducers:
+        if reducer.gauge is not None:
+            for segment, squares in zip(reducer.plan.compressed, reducer.gauge.agreed, strict=True):
                 factor = noise_factor(squares)
                 named |= {p.name: named[p.name] * factor for p in segment.params}
-        return named
+    return named
 
 
 def _is_due(reducer: UnitReducer) -> bool:
-    if reducer.gauge is None:
-        return False
-    return exchange_is_due(reducer.counters.compressed_steps, int(reducer.gauge.agreed_at))
+    gauge = reducer.gauge
+    return gauge is not None and exchange_is_due(
+        reducer.counters.compressed_steps, int(gauge.agreed_at)
+    )
 
 
 def exchange_is_due(steps: int, agreed_at: int) -> bool:
@@ -144,7 +128,7 @@ def _mean(factors: Sequence[float], weights: Sequence[int]) -> float:
     return math.exp(logs / total) if total else 1.0
 
 
-class KeptRates:
+class LearningRateScaling:
     """The changes of :meth:`tagc.Compressor.keep_rates` to an optimizer, until they are removed.
 
     Attributes:
@@ -156,7 +140,8 @@ class KeptRates:
         self._divides = divides_by_second_moment(optimizer, second_moment)
         if self._divides:
             _check_rates(optimizer)
-        self._changes: list[_Change] = []
+        # Parameter group, key, the value before the step, and the one during it.
+        self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
         restore = untraced(self._restore)
@@ -219,36 +204,22 @@ class KeptRates:
                 self._change(group, "weight_decay", group["weight_decay"] / factor)
 
     def _change(self, group: dict[str, Any], key: str, value: Any) -> None:
-        self._changes.append(_Change(group, key, group[key], value))
+        self._changes.append((group, key, group[key], value))
         group[key] = value
 
     def _restore(self) -> None:
         while self._changes:
-            change = self._changes.pop()
-            change.group[change.key] = change.given
+            group, key, given, _ = self._changes.pop()
+            group[key] = given
 
     def _restore_untouched(self) -> None:
         """Restore all values except those that someone else has written since."""
-        self._changes = [c for c in self._changes if c.group[c.key] is c.value]
+        self._changes = [change for change in self._changes if change[0][change[1]] is change[3]]
         self._restore()
 
 
-@dataclass(frozen=True)
-class _Change:
-    """The value of ``key`` in a parameter group during a step, and the ``given`` value before."""
-
-    group: dict[str, Any]
-    key: str
-    given: Any
-    value: Any
-
-
 def _check_rates(optimizer: Optimizer) -> None:
-    """Refuse optimizers that choose their rates themselves (transformers' Adafactor).
-
-    Raises:
-        ValueError: if a group has no learning rate.
-    """
+    """Refuse optimizers that choose their rates themselves (transformers' Adafactor)."""
     for i, group in enumerate(optimizer.param_groups):
         if group.get("lr") is None or group.get("relative_step"):
             raise ValueError(
@@ -257,14 +228,10 @@ def _check_rates(optimizer: Optimizer) -> None:
             )
 
 
-def divides_by_second_moment(optimizer: Optimizer, said: bool | None) -> bool:
-    """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients.
-
-    Raises:
-        ValueError: if ``said`` is None and tagc does not know the optimizer.
-    """
-    if said is not None:
-        return said
+def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
+    """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients."""
+    if given is not None:
+        return given
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(n in _DO_NOT for n in names):
         return False
@@ -286,6 +253,7 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
+    """See :meth:`tagc.Compressor.clip_grad_norm_`."""
     noise.agree()
     factors = noise.by_parameter()
     # Two norms for any number of segments, because each norm is a collective.

@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,23 +28,17 @@ from tagc.selfcheck import Recorder, check
 
 
 def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
-    """Compile and check the operators of ``ops`` that the plan's units will call.
-
-    Args:
-        device: where they will run.
-        shown: whether this rank prints progress.
+    """Compile and check the operators of ``ops`` that the plan's units will call on ``device``.
 
     Returns:
         A note for users on what was checked; None if the implementation is not compiled ahead.
-
-    Raises:
-        tagc.selfcheck.KernelError: if an operator's results differ from the reference's.
     """
     if not compiles_ahead(ops):
         return None
     progress = Progress("operators compiled, cached for later runs", shown=shown)
     recorder = Recorder(ops, progress.step)
-    with _with_a_compiler(), _current(device):
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _with_a_compiler(), current:
         # The ranks of a host take turns: those after the first find compiled kernels.
         with locked(_folder(), "kernels"), ops.compiling_only():
             rehearse(plan, recorder.ops)
@@ -75,16 +69,6 @@ def _folder() -> Path:
     """This user's folder for the lock, named by number: in containers a user may have no name."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"tagc-{user}"
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current one, for which kernels are compiled."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tagc.attach import (
-    FrozenValues,
-    Integration,
     Levels,
     ShardValues,
     Unit,
@@ -23,8 +21,6 @@ from tagc.attach import (
     sharding_groups,
     with_specials,
 )
-from tagc.attach.forward import watch_forward
-from tagc.attach.groups import check_meshes
 from tagc.basics.progress import say
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
@@ -40,6 +36,8 @@ from tagc.collect import (
 )
 from tagc.costs import is_automatic, measured_choice
 from tagc.costs.auto import FastestChoice
+from tagc.groups.forward import watch_forward
+from tagc.groups.mesh import check_meshes
 from tagc.handle.collectives import (
     Collectives,
     average_natively,
@@ -126,13 +124,14 @@ def wrap(
         groups.append(given)
     check_backends(groups)
 
-    disabled, units, loaded, mine = _agree_on_request(model, policy, given, hosts, groups)
-    replica_group = given or units[0].replicas
+    request = _Request(model, policy, given, hosts)
+    request.agree(groups)
+    disabled, loaded = request.disabled, request.policy
+    replica_group = given or request.units[0].replicas
     asks = hosts is not None or loaded.parameters
-    place, frozen = mine
-    where = gather_by_rank(groups, {dist.get_rank(): place}) if asks else {}
-    seen = gather_merged(groups, frozen, ShardValues.merged) if asks else {}
-    units = with_specials(units, seen)
+    where = gather_by_rank(groups, {dist.get_rank(): request.place}) if asks else {}
+    seen = gather_merged(groups, request.frozen, ShardValues.merged) if asks else {}
+    units = with_specials(request.units, seen)
     levels = agree_on(groups, {"hosts": lambda: (Levels(units, hosts, where), "")})["hosts"]
     # If compression is disabled, no kernels run, so none must be compiled.
     made_with = "reference" if disabled else ops
@@ -146,11 +145,14 @@ def wrap(
         return (plan, made), plan.fingerprint[:12]
 
     try:
-        if not disabled and (_compresses(loaded) or on_gloo(units)):
+        rules = (*loaded.gradients, *loaded.parameters)
+        if not disabled and (any(rule.codec.compresses for rule in rules) or on_gloo(units)):
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
         plan, collectives = agree_on(groups, {"plan": make})["plan"]
-        levels.keep(_in_levels(units, plan))
+        plans = [plans for plans in (plan.units, plan.parameters) if plans]
+        pairs = [pair for some in plans for pair in zip(units, some, strict=True)]
+        levels.keep(unit for unit, of_unit in pairs if of_unit.info.ranks_per_host > 1)
         if alone:
             collectives.clear()
         if not disabled:
@@ -175,118 +177,101 @@ def wrap(
     return model
 
 
-def _agree_on_request(
-    model: nn.Module,
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
-    given: dist.ProcessGroup | None,
-    hosts: Hosts,
-    groups: Sequence[dist.ProcessGroup],
-) -> tuple[bool, list[Unit], Policy, tuple[RankOnHost, FrozenValues]]:
-    """Make all ranks agree on the request before any rank measures or plans, because a collective
-    that only some ranks call hangs.
+@dataclass
+class _Request:
+    """The request of one rank, which all ranks must agree on before any of them measures or plans:
+    a collective that only some ranks call hangs. Every step may read what those before it found.
 
-    Args:
+    Attributes:
         given: the group of the replicas that the caller passed.
-
-    Returns:
-        Whether compression is switched off, the model's units, the policy, and the facts that only
-        this rank knows: its host, and its values of frozen parameters.
+        place, frozen: facts that only this rank knows: its host, and its values of frozen
+            parameters.
     """
 
-    def switched() -> tuple[bool, str]:
-        off = is_disabled()
-        return off, f"{DISABLE}={int(off)}"
+    model: nn.Module
+    given_policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None
+    given: dist.ProcessGroup | None
+    hosts: Hosts
+    disabled: bool = False
+    units: list[Unit] = field(default_factory=list)
 
-    integrations: list[Integration] = []
-    found: list[Unit] = []
+    def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Take all steps, or raise on all ranks."""
+        steps = {
+            "version": lambda: f"{__version__}, messages in format {MESSAGE_FORMAT}",
+            "hosts": self._find_host,
+            "switch": self._look_at_switch,
+            "model": self._find_units,
+            "policy": self._load_policy,
+            "frozen parameters": self._look_at_frozen,
+        }
+        agree_on(groups, {name: lambda step=step: (None, step()) for name, step in steps.items()})
 
-    def find() -> tuple[list[Unit], str]:
+    def _find_host(self) -> str:
+        check_hosts(self.hosts)
+        self.place = RankOnHost.mine(len(set(sharding_groups(self.model))))
+        return repr(self.hosts)
+
+    def _look_at_switch(self) -> str:
+        self.disabled = is_disabled()
+        return f"{DISABLE}={int(self.disabled)}"
+
+    def _find_units(self) -> str:
         if torch.is_inference_mode_enabled():
             raise ValueError(
                 "tagc.wrap was called in torch.inference_mode(), where it would make tensors that "
                 "training cannot write to; call it outside"
             )
-        if attached(model) is not None:
+        if attached(self.model) is not None:
             raise ValueError(
                 "this model is already wrapped; call tagc.compressor(model).remove() first to "
                 "wrap it with another policy"
             )
-        integrations.append(integration_of(model))
-        found.extend(integrations[0].find_units(model))
-        _check_replicas(found, given)
-        return found, integrations[0].name
+        self._integration = integration_of(self.model)
+        self.units = self._integration.find_units(self.model)
+        if self.given is not None and any(unit.replicas is not None for unit in self.units):
+            raise ValueError(
+                "the model is sharded over a mesh with a replicated dimension (HSDP), over which "
+                "tagc averages: leave replicas out of tagc.wrap"
+            )
+        native = {id(unit.replicas): unit for unit in self.units}
+        if len(native) > 1:
+            one, other = (unit.info.label for unit in list(native.values())[:2])
+            raise ValueError(
+                f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
+                "fully_shard the same mesh for all of them, or wrap parts of the model separately"
+            )
+        return self._integration.name
 
-    about_parameters: list[bool] = []
-
-    def load() -> tuple[Policy, str]:
-        loaded = Policy.load(policy)
-        about_parameters.append(bool(loaded.parameters))
-        replicated = given is not None or found[0].replicas is not None
-        integrations[0].check_policy(loaded, replicated)
+    def _load_policy(self) -> str:
+        self.policy = loaded = Policy.load(self.given_policy)
+        replicated = self.given is not None or self.units[0].replicas is not None
+        self._integration.check_policy(loaded, replicated)
         if loaded.sites is not None:
             raise PolicyError(
                 f"policy {loaded.name!r} is for sites: call tagc.sites(model, optimizer, policy), "
                 "and give tagc.wrap a policy without the section sites"
             )
-        check_meshes(model, loaded)
-        _check_replicas_apart(found, given)
+        check_meshes(self.model, loaded)
+        replicas = set() if self.given is None else set(dist.get_process_group_ranks(self.given))
+        for unit in self.units:
+            shared = replicas & set(dist.get_process_group_ranks(unit.group))
+            if not unit.info.replicated and len(shared) > 1:  # averaged, shards would be mixed up
+                raise ValueError(
+                    f"unit {unit.info.label!r} is sharded over ranks that replicas=... says are "
+                    "replicas of each other: fully_shard over the sharded dimension of the mesh "
+                    "only"
+                )
         if loaded.replicas and not replicated:
             raise PolicyError(
                 f"policy {loaded.name!r} has rules for replicas: pass tagc.wrap(..., "
                 'replicas=mesh["replicate"]), or choose a policy without them'
             )
-        return loaded, f"{loaded.name} ({loaded.hash[:12]})"
+        return f"{loaded.name} ({loaded.hash[:12]})"
 
-    def check() -> tuple[RankOnHost, str]:
-        check_hosts(hosts)
-        return RankOnHost.mine(len(set(sharding_groups(model)))), repr(hosts)
-
-    def look() -> tuple[FrozenValues, str]:
-        return look_at_frozen(found) if about_parameters[0] else {}, ""
-
-    agreed = agree_on(
-        groups,
-        {
-            "version": lambda: (None, f"{__version__}, messages in format {MESSAGE_FORMAT}"),
-            "hosts": check,
-            "switch": switched,
-            "model": find,
-            "policy": load,
-            "frozen parameters": look,
-        },
-    )
-    mine = agreed["hosts"], agreed["frozen parameters"]
-    return agreed["switch"], agreed["model"], agreed["policy"], mine
-
-
-def _check_replicas_apart(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that share a sharded unit: averaged, their shards would be mixed up."""
-    replicas = set() if given is None else set(dist.get_process_group_ranks(given))
-    for unit in units:
-        if (
-            not unit.info.replicated
-            and len(replicas & set(dist.get_process_group_ranks(unit.group))) > 1
-        ):
-            raise ValueError(
-                f"unit {unit.info.label!r} is sharded over ranks that replicas=... says are "
-                "replicas of each other: fully_shard over the sharded dimension of the mesh only"
-            )
-
-
-def _check_replicas(units: Sequence[Unit], given: dist.ProcessGroup | None) -> None:
-    """Refuse replicas that are given twice, or differ between units."""
-    native = {id(unit.replicas): unit for unit in units}
-    if given is not None and any(unit.replicas is not None for unit in units):
-        raise ValueError(
-            "the model is sharded over a mesh with a replicated dimension (HSDP), over which tagc "
-            "averages: leave replicas out of tagc.wrap"
-        )
-    if len(native) > 1:
-        one, other = (unit.info.label for unit in list(native.values())[:2])
-        raise ValueError(
-            f"units {one!r} and {other!r} are replicated over different ranks (HSDP); give "
-            "fully_shard the same mesh for all of them, or wrap parts of the model separately"
-        )
+    def _look_at_frozen(self) -> str:
+        self.frozen = look_at_frozen(self.units) if self.policy.parameters else {}
+        return ""
 
 
 def _plan(
@@ -311,7 +296,7 @@ def _summary(plan: Plan, choose: FastestChoice | None) -> str:
     """One line for users: the policy, with what it measured and chose, what a step sends, and where
     to read more."""
     wire, dense = total(plan.sent)
-    said = f"policy {plan.policy.name!r}"
+    text = f"policy {plan.policy.name!r}"
     if choose is not None and plan.frozen:
         codecs: dict[str, dict[str, None]] = {}
         for unit in plan.all_units:
@@ -319,28 +304,16 @@ def _summary(plan: Plan, choose: FastestChoice | None) -> str:
             codecs.setdefault(unit.direction, {}).update(dict.fromkeys(names))
         chose = [f"{' and '.join(names)} for {of}" for of, names in codecs.items() if names]
         measured = [note.partition(",")[0] for note in choose.notes if note.startswith("measured ")]
-        said += f" chose {', '.join(chose)} ({''.join(measured[:1])}"
-        said += "; plan().freeze(file) keeps the choice)"
-    said += (
+        text += f" chose {', '.join(chose)} ({''.join(measured[:1])}"
+        text += "; plan().freeze(file) keeps the choice)"
+    text += (
         f": a rank sends {format_bytes(wire)} per step instead of {format_bytes(dense)}, "
         f"{times_less((wire, dense))} less, and needs {format_bytes(plan.memory.peak)} of memory"
     )
     tuning = plan.policy.tuning
     if tuning is not None and tuning.asks:
-        said += f"; {tuning.advice}"
-    return f"{said}; details: tagc.compressor(model).plan()"
-
-
-def _compresses(policy: Policy) -> bool:
-    """Whether the policy may compress what hosts send each other in two levels."""
-    return any(rule.codec.compresses for rule in (*policy.gradients, *policy.parameters))
-
-
-def _in_levels(units: Sequence[Unit], plan: Plan) -> list[Unit]:
-    """The units that use two levels in any direction."""
-    directions = [plans for plans in (plan.units, plan.parameters) if plans]
-    pairs = [pair for plans in directions for pair in zip(units, plans, strict=True)]
-    return [unit for unit, unit_plan in pairs if unit_plan.info.ranks_per_host > 1]
+        text += f"; {tuning.advice}"
+    return f"{text}; details: tagc.compressor(model).plan()"
 
 
 def _chooser(
@@ -361,5 +334,5 @@ def _chooser(
         parameter_dtype=gathers[0] if gathers else torch.float32,
         replicas=replica_group,
         hosts=[levels.groups(unit) for unit in units],
-        peers=[levels.peers(unit) for unit in units],
+        peers=[unit.info.world_size // levels.info(unit).ranks_per_host for unit in units],
     )

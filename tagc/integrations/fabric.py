@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from tagc.handle.compressor import attached
 from tagc.handle.wrapper import wrap
-from tagc.integrations.optional import missing
-from tagc.integrations.sharded import load_all, residual_folder, save_all, saved_folder
+from tagc.integrations.residuals import missing
+from tagc.integrations.sharded import Compressing
 
 try:
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore
@@ -20,25 +19,7 @@ except ImportError as error:
     raise missing("lightning", error) from error
 
 
-class _Compressing(ParallelStrategy):
-    """What tagc adds to a strategy of Lightning's."""
-
-    def __init__(
-        self,
-        *args: Any,
-        policy: Any = None,
-        tagc_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            args, kwargs: arguments of Lightning's strategy.
-            policy: see :func:`tagc.wrap`.
-            tagc_options: other keyword arguments of :func:`tagc.wrap`.
-        """
-        super().__init__(*args, **kwargs)
-        self._policy, self._tagc_options = policy, dict(tagc_options or {})
-
+class _Compressing(Compressing, ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Set up the model, and wrap it. (Wrapping in ``parallelize_fn`` would be too early: a
         model on the meta device gets its memory later.)
@@ -53,12 +34,7 @@ class _Compressing(ParallelStrategy):
     ) -> None:
         """Save as Lightning's strategy does, and the residuals; on all ranks."""
         super().save_checkpoint(path, state, *args, **kwargs)
-        # Ranks may get different paths, such as names that contain the time.
-        folder = residual_folder(
-            self.broadcast(path),
-            distributed=getattr(self, "_save_distributed_checkpoint", False),
-        )
-        save_all(_modules(state), folder)
+        self._save_all(_modules(state), path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, *args: Any, **kwargs: Any
@@ -66,7 +42,7 @@ class _Compressing(ParallelStrategy):
         """Load as Lightning's strategy does, and the residuals; on all ranks."""
         left = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):
-            load_all(_modules(state), saved_folder(self.broadcast(path)))
+            self._load_all(_modules(state), path)
         elif isinstance(state, nn.Module) and (handle := attached(state)) is not None:
             handle.refresh()  # only weights were loaded, by no optimizer
         return left
@@ -91,5 +67,5 @@ class TagcDDPStrategy(_Compressing, DDPStrategy):
     """
 
 
-def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+def _modules(state: dict[str, Any]) -> dict[str, nn.Module]:
     return {name: value for name, value in state.items() if isinstance(value, nn.Module)}

@@ -7,15 +7,14 @@ rank 0 saves what they add to it, while residuals differ from rank to rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from tagc.handle.compressor import Compressor, attached, compressor
 from tagc.handle.wrapper import wrap
-from tagc.integrations.optional import missing
-from tagc.integrations.sharded import load_all, remove, residual_folder, save_all, saved_folder
+from tagc.integrations.residuals import missing
+from tagc.integrations.sharded import Compressing, remove, saved_folder
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore
@@ -25,25 +24,8 @@ except ImportError as error:
     raise missing("lightning", error) from error
 
 
-class _Compressing(ParallelStrategy):
-    """What tagc adds to a strategy of Lightning's."""
-
-    def __init__(
-        self,
-        *args: Any,
-        policy: Any = None,
-        tagc_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            args, kwargs: arguments of Lightning's strategy.
-            policy: see :func:`tagc.wrap`.
-            tagc_options: other keyword arguments of :func:`tagc.wrap`.
-        """
-        super().__init__(*args, **kwargs)
-        self._policy, self._tagc_options = policy, dict(tagc_options or {})
-        self._wrapped: nn.Module | None = None
+class _Compressing(Compressing, ParallelStrategy):
+    _wrapped: nn.Module | None = None
 
     @property
     def compressor(self) -> Compressor:
@@ -81,18 +63,14 @@ class _Compressing(ParallelStrategy):
         resumable = "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
         if resumable:
-            folder = residual_folder(
-                self.broadcast(filepath),
-                distributed=getattr(self, "_save_distributed_checkpoint", False),
-            )
-            save_all(self._models, folder)
+            self._save_all(self._models, filepath)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load as Lightning's strategy does, and the residuals; on all ranks."""
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        load_all(self._models, saved_folder(self.broadcast(checkpoint_path)))
+        self._load_all(self._models, checkpoint_path)
         return loaded
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:

@@ -1,7 +1,8 @@
 """Saves residuals with the checkpoint of a trainer that does not know them.
 
 Residuals differ from rank to rank, but trainers save foreign state only on rank 0. So residuals go
-into their own folder inside the trainer's checkpoint, one file per rank.
+into their own folder inside the trainer's checkpoint, one file per rank. This and the error for a
+missing package is what integrations share.
 """
 
 from __future__ import annotations
@@ -20,28 +21,14 @@ FOLDER = "tagc"
 
 
 def save_residuals(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the state of a wrapped model. Call it on all ranks, between two steps.
-
-    Raises:
-        OSError, tagc.StateError, RuntimeError: see :meth:`tagc.Compressor.save`.
-    """
+    """:meth:`tagc.Compressor.save` of a wrapped model."""
     compressor(model).save(folder)
 
 
 def load_residuals(model: nn.Module, find: Callable[[], Path]) -> bool:
-    """Load the state that :func:`save_residuals` wrote. Call it on all ranks. If the folder does
-    not exist, as in a checkpoint of training without tagc, it loads nothing and warns.
-
-    Args:
-        find: returns the folder. If it raises on one rank, all ranks raise.
-
-    Returns:
-        Whether the folder exists.
-
-    Raises:
-        tagc.StateError: see :meth:`tagc.Compressor.load`.
-        RuntimeError: see :meth:`tagc.Compressor.load`; or if only some ranks see the folder.
-    """
+    """Load the state that :func:`save_residuals` wrote, on all ranks, from the folder that ``find``
+    returns; all ranks raise if it raises on one, or only some see the folder. If it does not exist,
+    as in a checkpoint of training without tagc, warn and return False."""
     handle = compressor(model)
 
     def look() -> tuple[tuple[Path, bool], str]:
@@ -64,3 +51,14 @@ def load_residuals(model: nn.Module, find: Callable[[], Path]) -> bool:
             "keep their values, which are zero before the first step"
         )
     return found
+
+
+def missing(package: str, error: ImportError) -> ImportError:
+    """The error to raise after an optional import failed. It names the command that installs the
+    package; if the package is installed but broken, it is ``error`` itself."""
+    if error.name is None or error.name.partition(".")[0] != package:
+        return error
+    return ModuleNotFoundError(
+        f"tagc.integrations needs {package}, which is not installed here: pip install {package}",
+        name=package,
+    )

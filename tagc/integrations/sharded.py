@@ -1,15 +1,57 @@
-"""The common part of the strategies for Lightning Fabric and for Lightning's Trainer."""
+"""What the strategies for Lightning Fabric and for Lightning's Trainer share."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from tagc.handle.compressor import attached
 from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
+
+
+class Compressing:
+    """What tagc adds to a strategy of Lightning's, which comes after it among the bases."""
+
+    broadcast: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        policy: Any = None,
+        tagc_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            args, kwargs: arguments of Lightning's strategy.
+            policy: see :func:`tagc.wrap`.
+            tagc_options: other keyword arguments of :func:`tagc.wrap`.
+        """
+        super().__init__(*args, **kwargs)
+        self._policy, self._tagc_options = policy, dict(tagc_options or {})
+
+    def _save_all(self, models: Mapping[str, nn.Module], path: str | os.PathLike[str]) -> None:
+        """Save the residuals of all wrapped models, each under its name; on all ranks."""
+        # Ranks may get different paths, such as names that contain the time.
+        path, distributed = (
+            self.broadcast(path),
+            getattr(self, "_save_distributed_checkpoint", False),
+        )
+        for name, model in models.items():
+            if attached(model) is not None:
+                save_residuals(model, residual_folder(path, distributed=distributed) / name)
+
+    def _load_all(self, models: Mapping[str, nn.Module], path: str | os.PathLike[str]) -> None:
+        """Load the residuals of all wrapped models; on all ranks."""
+        folder = saved_folder(self.broadcast(path))
+        for name, model in models.items():
+            if attached(model) is not None:
+                load_residuals(model, lambda name=name: folder / name)
 
 
 def residual_folder(checkpoint: str | os.PathLike[str], *, distributed: bool) -> Path:
@@ -21,20 +63,6 @@ def saved_folder(checkpoint: str | os.PathLike[str]) -> Path:
     """The residuals' folder of an existing checkpoint. Like Lightning, it looks at the checkpoint,
     which may be of another kind than the strategy saves."""
     return residual_folder(checkpoint, distributed=Path(checkpoint).is_dir())
-
-
-def save_all(models: dict[str, nn.Module], folder: Path) -> None:
-    """Save the residuals of all wrapped models, each under its name. Call it on all ranks."""
-    for name, model in models.items():
-        if attached(model) is not None:
-            save_residuals(model, folder / name)
-
-
-def load_all(models: dict[str, nn.Module], folder: Path) -> None:
-    """Load the residuals of all wrapped models. Call it on all ranks."""
-    for name, model in models.items():
-        if attached(model) is not None:
-            load_residuals(model, lambda name=name: folder / name)
 
 
 def remove(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.fsdp import FSDPModule
 
-from tagc.attach.groups import compress_meshes
+from tagc.groups.mesh import compress_meshes
 from tagc.handle.compressor import compressor
 from tagc.handle.wrapper import wrap
 from tagc.policy import Policy
@@ -112,11 +112,7 @@ def _parts_and_states(trainer: Any) -> tuple[list[Any], dict[str, Any]]:
 
 def _check_graphs(trainer: Any, parts: list[Any]) -> None:
     """Refuse CUDA graphs: a graph would repeat the seeds, the warm-up and the decisions of the
-    captured step, and no counter would advance.
-
-    Raises:
-        ValueError: if torchtitan captures forward and backward.
-    """
+    captured step, and no counter would advance."""
     training = getattr(getattr(trainer, "config", None), "training", None)
     on_gpu = any(p.device.type == "cuda" for part in parts for p in part.parameters())
     if on_gpu and getattr(training, "disable_cuda_graphs", True) is False:

@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tagc.attach import sharding_groups
 from tagc.handle.compressor import attached, compressor
-from tagc.handle.noise import KeptRates
+from tagc.handle.noise import LearningRateScaling
 from tagc.handle.wrapper import wrap
-from tagc.integrations.optional import missing
-from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
+from tagc.integrations.residuals import FOLDER, load_residuals, missing, save_residuals
 
 try:
     from transformers import TrainerCallback  # pyright: ignore
@@ -68,7 +67,7 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         self.keep_rates, self.max_grad_norm = keep_rates, max_grad_norm
         self._wrapped: nn.Module | None = None
         self._waiting: RemovableHandle | None = None
-        self._kept: KeptRates | None = None
+        self._kept: LearningRateScaling | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wrap the model, and load the residuals of a resumed run. With DDP both happen in the
@@ -166,8 +165,8 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
 
     def _finder(self, args: Any, state: Any, run: str) -> Callable[[], Path]:
         """What returns the residuals' folder in the checkpoint from which training resumes."""
-        said = state.stateful_callbacks.get(_KEY)
-        folders = [] if said is None else [said["saved_to"]]
+        saved = state.stateful_callbacks.get(_KEY)
+        folders = [] if saved is None else [saved["saved_to"]]
         places = [_checkpoint(folder, state) for folder in (*folders, run)]
         if isinstance(args.resume_from_checkpoint, str):
             places.insert(0, Path(args.resume_from_checkpoint))
@@ -176,7 +175,7 @@ class TagcCallback(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
         places = list(dict.fromkeys(place / FOLDER for place in places))
 
         def find() -> Path:
-            if said is None:  # the checkpoint was saved without this callback
+            if saved is None:  # the checkpoint was saved without this callback
                 return places[0]
             found = next((place for place in places if place.exists()), None)
             if found is None:

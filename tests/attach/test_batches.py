@@ -20,9 +20,9 @@ import tagc
 from support.coded_mesh import coded, mesh_of
 from support.distributed import on_ranks
 from support.failing import fails
-from tagc.attach import batches
-from tagc.attach.batches import Batches
-from tagc.collect.activations import CodedCollectives
+from tagc.groups import works
+from tagc.groups.activations import CodedCollectives
+from tagc.groups.works import Batches
 
 N = 5000
 
@@ -227,10 +227,10 @@ def test_another_torch_is_refused() -> None:
     """One whose function has no list of that name."""
 
     def batch_isend_irecv(messages: list[int]) -> object:
-        return batches.batch_of(inspect.currentframe())
+        return works.batch_of(inspect.currentframe())
 
     with (
-        patch.object(batches, "_BATCH", batch_isend_irecv.__code__),
+        patch.object(works, "_BATCH", batch_isend_irecv.__code__),
         pytest.raises(RuntimeError, match="does not know this torch's batch_isend_irecv"),
     ):
         batch_isend_irecv([1])

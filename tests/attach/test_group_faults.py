@@ -25,9 +25,9 @@ from support.coded_mesh import policy
 from support.distributed import on_ranks
 from support.failing import fails
 from support.marks import covering, slow
-from tagc.attach.compressed_group import CompressedGroup
-from tagc.collect.activations import SMALL_MESSAGE
 from tagc.collect.transport import all_gather, reduce_scatter
+from tagc.groups.activations import SMALL_MESSAGE
+from tagc.groups.compressed_group import CompressedGroup
 
 N = 3 * SMALL_MESSAGE + 40
 """Elements for one rank: not a multiple of a row, so one more takes the same messages."""

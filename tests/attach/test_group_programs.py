@@ -23,8 +23,8 @@ from support.coded_mesh import added, coded, mesh_of
 from support.distributed import on_ranks
 from support.marks import slow
 from support.shrinking import anywhere, shrunk
-from tagc.collect.activations import CODED, SMALL_MESSAGE
 from tagc.collect.transport import all_gather, reduce_scatter
+from tagc.groups.activations import CODED, SMALL_MESSAGE
 
 KINDS = ("all-reduce", "average", "all-gather", "reduce-scatter", "all-to-all", "swap", "barrier")
 SIZES = (1, 100, SMALL_MESSAGE - 1, SMALL_MESSAGE, 3 * SMALL_MESSAGE + 40)

@@ -15,9 +15,9 @@ import tagc
 from support.coded_mesh import added, coded, mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
-from tagc.attach.groups import bytes_by_dimension
-from tagc.collect.activations import SMALL_MESSAGE
 from tagc.collect.transport import all_gather, reduce_scatter
+from tagc.groups.activations import SMALL_MESSAGE
+from tagc.groups.mesh import bytes_by_dimension
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 
@@ -237,7 +237,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         (
             lambda: dist.new_group(backend="tagc", pg_options=options if rank else other),
             "RuntimeError",
-            "the ranks of a group of backend 'tagc' differ",
+            "tagc compression differs between ranks: rank 0 has",
         ),
         (lambda: dist.new_group(backend="tagc"), "ValueError", "needs to know how to compress"),
         (lambda: tagc.dimension_options("hybrid", "tp"), "PolicyError", "it has: none"),

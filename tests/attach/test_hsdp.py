@@ -17,7 +17,7 @@ from support.exact import EXACT
 from support.failing import fails
 from support.replicated_net import of_replicas, wrapped
 from support.small_net import local_weights, loss_of, net, train
-from tagc.attach import averaging, fsdp2
+from tagc.attach import fsdp2, fsdp2_collectives
 
 QUANTIZED = {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
@@ -99,9 +99,9 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
 
 def test_a_torch_whose_all_reduce_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the two lines to change, with the names of the user's own mesh."""
-    assert averaging.all_reduces_by_class()
-    monkeypatch.setattr(averaging.dist, "all_reduce", lambda tensor, group: None)
-    assert not averaging.all_reduces_by_class.__wrapped__()
+    assert fsdp2_collectives.all_reduces_by_class()
+    monkeypatch.setattr(fsdp2_collectives.dist, "all_reduce", lambda tensor, group: None)
+    assert not fsdp2_collectives.all_reduces_by_class.__wrapped__()
     info = SimpleNamespace(
         mesh=SimpleNamespace(mesh_dim_names=("dp_replicate", "dp_shard"), shape=(2, 4), ndim=2),
         replicate_mesh_dim=0,

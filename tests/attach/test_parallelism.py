@@ -14,7 +14,7 @@ import tagc
 from support.coded_mesh import mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
-from tagc.attach.groups import bytes_by_dimension
+from tagc.groups.mesh import bytes_by_dimension
 
 
 class Mlp(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from benchmarks.dimensions.model import Net, Size
 from benchmarks.dimensions.training import Job, Trainer, policy_of
 from support.distributed import on_ranks
-from tagc.attach.groups import bytes_by_dimension
 from tagc.costs.dimensions import activation_traffic
 from tagc.costs.shapes import ModelShapes
+from tagc.groups.mesh import bytes_by_dimension
 from tagc.policy import Policy
 
 TOKENS = 32 * 64

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tagc.collect import alarm
-from tagc.collect.alarm import LAG, Alarm
+from tagc.collect import lockstep
+from tagc.collect.lockstep import LAG, Alarm
 
 
 class OnGpu(Tensor):
@@ -49,7 +49,7 @@ def gpu(done: bool) -> Any:
 def raised_at(done: bool, wrong_at: int, steps: int = 12) -> list[int]:
     """Steps in which a rank raises, if the condition is true in one of them."""
     found = []
-    with patch.object(alarm, "torch", gpu(done)):
+    with patch.object(lockstep, "torch", gpu(done)):
         tested = Alarm("wrong")
         for step in range(steps):
             try:
@@ -74,7 +74,7 @@ def test_nothing_wrong() -> None:
 
 @pytest.mark.parametrize("before", [1, LAG, LAG + 3])
 def test_what_was_put_right_is_forgotten(before: int) -> None:
-    with patch.object(alarm, "torch", gpu(True)):
+    with patch.object(lockstep, "torch", gpu(True)):
         tested = Alarm("wrong")
         for wrong in [True] * before:
             tested.note(torch.tensor(wrong).as_subclass(OnGpu), torch.ones(1))

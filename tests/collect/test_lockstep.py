@@ -177,7 +177,7 @@ def test_long_names_are_cut_at_the_front() -> None:
     label = "model." + "deep." * 20 + "éµblock"
     made = lockstep.Lockstep("replicas", label, torch.device("cpu"))
     header = torch.cat((torch.tensor([3, 70, 0]), made._name))
-    told = lockstep._told(header)
+    told = lockstep._described(header)
     assert told.startswith("the average over replicas of unit '...")
     assert told.endswith("deep.éµblock' (step 3, 70 words)")
 

@@ -132,7 +132,7 @@ def spread(wrapped: Any, how: Divisors, rows: Mapping[int, Tensor]) -> list[Tens
     compressor = tagc.compressor(wrapped)
     found = []
     for i, reducer in enumerate(compressor.reducers):
-        group, W = compressor._units[i].group, reducer.plan.info.world_size
+        group, W = compressor.units[i].group, reducer.plan.info.world_size
         inside, after = how(W)
         shape = (reducer.plan.rows, reducer.plan.buffer_columns)
         total = rows.get(id(reducer), torch.zeros(shape, dtype=torch.float64)).clone()
@@ -177,7 +177,7 @@ def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
     compressor = tagc.compressor(wrapped)
     for i, reducer in enumerate(compressor.reducers):
         plan, W = reducer.plan, reducer.plan.info.world_size
-        own = compressor._units[i].group.rank()
+        own = compressor.units[i].group.rank()
         if plan.all_reduced:
             own %= plan.info.ranks_per_host
         rows = plan.messages.made

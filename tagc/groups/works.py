@@ -1,4 +1,5 @@
-"""Messages between two ranks that a program posts in one batch.
+"""What a compressing group has in flight, as torch knows it: coded collectives, and the messages
+that a program posts in one batch.
 
 Stages of a pipeline send to each other at once, by ``torch.distributed.batch_isend_irecv``. NCCL
 runs the messages of one batch together. It runs messages that it gets one by one in order, so two
@@ -13,17 +14,73 @@ every group where a batch starts and ends, and drops the works of its messages.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tagc.attach.coded_work import SeveralWorks
+from tagc.collect.transport import CollectiveWork, failing_in
 
 _BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
+
+
+class CodedWork(dist.Work):
+    """A collective whose messages (``work``) are decoded (``finish``) when it is waited for."""
+
+    def __init__(
+        self, work: CollectiveWork, finish: Callable[[], object], arrived: Sequence[Tensor] = ()
+    ) -> None:
+        """``arrived`` is what ``finish`` reads."""
+        super().__init__()
+        self.work, self.finish, self._arrived = work, finish, arrived
+        self._what, self._group = "", None
+        self._result: list[Tensor] = []
+
+    def named(
+        self, what: str, group: dist.ProcessGroup | None, result: Sequence[Tensor]
+    ) -> CodedWork:
+        """This work, with the collective's name for errors, and the tensors that it writes."""
+        self._what, self._group, self._result = what, group, list(result)
+        return self
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the messages, and decode them (on a GPU: on the current stream)."""
+        # Several works in one have no name; each of them names itself.
+        with nullcontext() if self._group is None else failing_in(self._what, self._group):
+            self.work.wait()
+            finish, self.finish = self.finish, lambda: None
+            finish()
+        for message in self._arrived:
+            if message.is_cuda:  # it was made on the stream that started the collective
+                message.record_stream(torch.cuda.current_stream(message.device))
+        self._arrived = ()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether everything has arrived; then it is decoded."""
+        return all(work.is_completed() for work in self.work.works) and self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done, after waiting."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+def several(works: Sequence[dist.Work], result: Sequence[Tensor]) -> CodedWork:
+    """One work for several."""
+    return CodedWork(CollectiveWork(works, 0), lambda: None).named("", None, result)
 
 
 class Batches:
@@ -48,7 +105,7 @@ class Batches:
         if batch is None or batch.frame is not None:
             raise RuntimeError("tagc: a batch of messages ends that did not start")
         self._close(device)
-        return SeveralWorks([*batch.coded, batch], [])
+        return several([*batch.coded, batch], [])
 
     @contextmanager
     def message(self, device: torch.device) -> Iterator[Callable[[Any], Any]]:
@@ -98,20 +155,15 @@ class Batches:
 
 
 class _Batch(dist.Work):
-    """The messages of one batch in flight.
-
-    Attributes:
-        frame: of torch's function, while messages are to come; None if torch ends the batch.
-        left: messages that are still to come; negative if torch ends the batch.
-        coded: works of coded messages, if torch drops them.
-        work: the inner group's, once all messages have started.
-    """
+    """The messages of one batch in flight; ``frame`` is that of torch's function, None if torch
+    itself ends the batch."""
 
     def __init__(self, frame: Any) -> None:
         super().__init__()
-        self.frame, self.left = frame, 0
-        self.coded: list[dist.Work] = []
-        self.work: Any = None
+        self.frame = frame
+        self.left = 0  # messages that are still to come; negative if torch ends the batch
+        self.coded: list[dist.Work] = []  # works that torch drops
+        self.work: Any = None  # the inner group's, once all messages have started
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return self.work.wait()
@@ -124,11 +176,7 @@ class _Batch(dist.Work):
 
 
 def batch_of(frame: Any) -> Any:
-    """The frame of torch's function that posts this message with others; None if there is none.
-
-    Raises:
-        RuntimeError: if this torch's function has no list of messages by the name that is known.
-    """
+    """The frame of torch's function that posts this message with others; None if there is none."""
     while frame is not None and frame.f_code is not _BATCH:
         frame = frame.f_back
     if frame is not None and "p2p_op_list" not in frame.f_locals:

@@ -1,8 +1,7 @@
 """Makes the groups that compress: torch's backend ``tagc``, for the dimensions of a device mesh.
 
 Tensor, sequence, context, pipeline and expert parallelism send activations through the group of a
-mesh's dimension, and torch lets every dimension have a backend. Other places that know internals of
-torch's groups: :mod:`tagc.attach.compressed_group` and :mod:`tagc.attach.batches`.
+mesh's dimension, and torch lets every dimension have a backend.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
 from torch.distributed.tensor import DTensor
 
-from tagc.attach.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
+from tagc.collect.agree import complaint_of
+from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.dimensions import DimensionRule
@@ -68,54 +68,40 @@ def bytes_by_dimension() -> dict[str, DimensionBytes]:
 
 def _register_backends(given: Any, groups: Sequence[dist.ProcessGroup]) -> None:
     """Serve groups of the same ranks by new backends, of the kinds that the default group has."""
-    said: Any = dist.get_backend_config()
-    kinds = dist.BackendConfig(said).get_device_backend_map()
+    config: Any = dist.get_backend_config()
+    kinds = dist.BackendConfig(config).get_device_backend_map()
     made: dict[str, Any] = {}
     for device, name in kinds.items():
-        if name not in _KINDS:
+        if name not in ("gloo", "nccl"):
             raise ValueError(
                 f"backend {BACKEND!r} sends its messages by gloo or nccl, but the default group "
                 f"has {name!r} for device {device!r}"
             )
         if name not in made:
-            made[name] = _KINDS[name](given)
+            made[name] = _backend(name, given)
         kind = getattr(dist.ProcessGroup.BackendType, name.upper())
         for group in groups:
             group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, made[name])
 
 
-def _gloo(given: Any) -> Any:
-    backend = dist.ProcessGroupGloo(
-        given.store, given.group_rank, given.group_size, timeout=given.timeout
-    )
+def _backend(kind: str, given: Any) -> Any:
+    place = given.store, given.group_rank, given.group_size
+    if kind == "gloo":
+        backend = dist.ProcessGroupGloo(*place, timeout=given.timeout)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = given.timeout
+        options.global_ranks_in_group = given.global_ranks_in_group
+        options.group_name = given.group_id
+        backend = dist.ProcessGroupNCCL(*place, options)
     backend._set_sequence_number_for_group()
     return backend
-
-
-def _nccl(given: Any) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = given.timeout
-    options.global_ranks_in_group = given.global_ranks_in_group
-    options.group_name = given.group_id
-    backend = dist.ProcessGroupNCCL(given.store, given.group_rank, given.group_size, options)
-    backend._set_sequence_number_for_group()
-    return backend
-
-
-_KINDS = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _create(given: Any, options: Any) -> CompressedGroup:
-    """Make a group, for torch: what ``register_backend`` calls for every new one.
-
-    Args:
-        given: torch's ``_DistributedBackendOptions``: the store, the ranks, the timeout.
-        options: :class:`DimensionOptions`, the same on all ranks.
-
-    Raises:
-        RuntimeError: if the ranks' options differ.
-    """
+    """Make a group, for torch: what ``register_backend`` calls for every new one. ``given`` is
+    torch's ``_DistributedBackendOptions``: the store, the ranks, the timeout."""
     if not dist.is_initialized():
         raise ValueError(
             f"backend {BACKEND!r} is for the groups of a mesh's dimensions. Call "
@@ -153,18 +139,19 @@ def _refuse_twin(given: Any, options: DimensionOptions) -> None:
             )
 
 
-def _agree(given: Any, mine: str) -> None:
+def _agree(given: Any, rule: str) -> None:
     """Refuse ranks that would code differently, before any of them sends."""
     off = ", disabled" if is_disabled() else ""
-    said = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {mine}{off}"
-    given.store.set(f"tagc/{given.group_rank}", said)
-    for rank in range(given.group_size):
-        theirs = given.store.get(f"tagc/{rank}").decode()
-        if theirs != said:
-            raise RuntimeError(
-                f"the ranks of a group of backend {BACKEND!r} differ: rank {given.group_rank} has "
-                f"{said}; rank {rank} has {theirs}. Give all of them the same policy"
-            )
+    ours = f"tagc {__version__}, messages in format {MESSAGE_FORMAT}, {rule}{off}"
+    given.store.set(f"tagc/{given.group_rank}", ours)
+    answers = {
+        rank: {"compression": given.store.get(f"tagc/{rank}").decode()}
+        for rank in range(given.group_size)
+    }
+    remedy = "Give all ranks of a group the same policy"
+    complaint = complaint_of(["compression"], answers, "making a group", remedy)
+    if complaint is not None:
+        raise RuntimeError(complaint)
 
 
 def dimension_options(
@@ -260,11 +247,7 @@ def compress_meshes(meshes: Iterable[DeviceMesh], policy: Policy) -> None:
 
 
 def check_meshes(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model on a mesh that was made with another policy.
-
-    Raises:
-        tagc.PolicyError: naming the dimension and the remedy.
-    """
+    """Refuse a model on a mesh that was made with another policy."""
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     for mesh in meshes:
         for name in mesh.mesh_dim_names or ():
@@ -272,14 +255,14 @@ def check_meshes(model: nn.Module, policy: Policy) -> None:
             made_with = group.rule if isinstance(group, CompressedGroup) else None
             if made_with != rule:
                 raise PolicyError(
-                    f"policy {policy.name!r} says {_spelled(rule)} for dimension {name!r} of the "
-                    f"model's mesh, but its groups were made with {_spelled(made_with)}: make the "
-                    "mesh by tagc.init_device_mesh(..., policy=...) with the policy that you give "
-                    "tagc.wrap"
+                    f"policy {policy.name!r} says {_described(rule)} for dimension {name!r} of the "
+                    f"model's mesh, but its groups were made with {_described(made_with)}: make "
+                    "the mesh by tagc.init_device_mesh(..., policy=...) with the policy that you "
+                    "give tagc.wrap"
                 )
 
 
-def _spelled(rule: DimensionRule | None) -> str:
+def _described(rule: DimensionRule | None) -> str:
     return "nothing" if rule is None else f"{rule.codec.bits} bits (blocks of {rule.codec.block})"
 
 

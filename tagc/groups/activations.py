@@ -18,14 +18,14 @@ all-to-all, send     a message about what each rank receives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tagc.codecs.rows import RowCoder
 from tagc.collect.transport import CollectiveWork, Transport
+from tagc.groups.works import CodedWork
 
 SMALL_MESSAGE = 2048
 """Elements for one rank below which a tensor travels as it is: norms, losses, sizes."""
@@ -39,34 +39,6 @@ def is_coded(dtype: torch.dtype, numel: int) -> bool:
     return dtype in CODED and numel >= SMALL_MESSAGE
 
 
-@dataclass
-class Pending:
-    """A collective in flight: :meth:`wait` finishes it.
-
-    Attributes:
-        finish: decodes what arrived; called once.
-        arrived: what it decodes.
-    """
-
-    work: CollectiveWork
-    finish: Callable[[], object]
-    arrived: Sequence[Tensor] = ()
-
-    def wait(self) -> None:
-        """Wait for the messages and decode them (on a GPU: on the current stream)."""
-        self.work.wait()
-        finish, self.finish = self.finish, _nothing
-        finish()
-        for message in self.arrived:
-            if message.is_cuda:  # it was made on the stream that started the collective
-                message.record_stream(torch.cuda.current_stream(message.device))
-        self.arrived = ()
-
-
-def _nothing() -> None:
-    return
-
-
 class CodedCollectives:
     """Collectives over one transport, with one coder.
 
@@ -77,7 +49,7 @@ class CodedCollectives:
     def __init__(self, transport: Transport, coder: RowCoder) -> None:
         self._transport, self._coder = transport, coder
 
-    def all_gather(self, out: Tensor, inp: Tensor) -> Pending:
+    def all_gather(self, out: Tensor, inp: Tensor) -> CodedWork:
         """Gather every rank's ``inp`` ``[n]`` in ``out`` ``[W, n]``."""
         coder, n = self._coder, inp.numel()
         transport = self._transport.marked("all-gather", n, inp.dtype)
@@ -89,9 +61,9 @@ class CodedCollectives:
             coder.decode(received.flatten(0, 1), room)
             _fill(out, room)
 
-        return Pending(work, finish, [received])
+        return CodedWork(work, finish, [received])
 
-    def reduce_scatter(self, out: Tensor, inp: Tensor, divisor: int) -> Pending:
+    def reduce_scatter(self, out: Tensor, inp: Tensor, divisor: int) -> CodedWork:
         """Write the sum of all ranks' row for this rank to ``out`` ``[n]``, divided by ``divisor``;
         ``inp`` is ``[W, n]``, a row for each rank."""
         coder, n = self._coder, out.numel()
@@ -103,9 +75,9 @@ class CodedCollectives:
             coder.add_up(received, room, divisor)
             _fill(out.view(1, n), room)
 
-        return Pending(work, finish, [received])
+        return CodedWork(work, finish, [received])
 
-    def all_reduce(self, tensor: Tensor, divisor: int) -> Pending:
+    def all_reduce(self, tensor: Tensor, divisor: int) -> CodedWork:
         """Replace ``tensor`` ``[n]`` by the sum over ranks, divided by ``divisor``."""
         coder, n, ranks = self._coder, tensor.numel(), self._transport.size
         transport = self._transport.marked("all-reduce", n, tensor.dtype)
@@ -133,9 +105,9 @@ class CodedCollectives:
                 coder.decode(received.flatten(0, 1), room)
             _fill(whole, room)
 
-        return Pending(work, finish, [received])
+        return CodedWork(work, finish, [received])
 
-    def all_to_all(self, out: Sequence[Tensor], inp: Sequence[Tensor]) -> Pending:
+    def all_to_all(self, out: Sequence[Tensor], inp: Sequence[Tensor]) -> CodedWork:
         """Send ``inp[d]`` to rank ``d``; ``out[r]`` is from rank ``r``. Tensors are flat; each pair
         of ranks sends small ones as they are."""
         arriving = [self.space_for(t) for t in out]
@@ -146,7 +118,7 @@ class CodedCollectives:
             for t, message in zip(out, arriving, strict=True):
                 self.read(message, t)
 
-        return Pending(work, finish, arriving)
+        return CodedWork(work, finish, arriving)
 
     def message_about(self, t: Tensor) -> Tensor:
         """The bytes, flat uint8, that travel for ``t`` ``[n]``."""

@@ -1,12 +1,15 @@
-"""Notes which units' parameters an optimizer has changed; all ranks see the same steps."""
+"""Changes of a model's parameters that tagc must notice: steps of optimizers, and parameters that
+are added or unfrozen after ``tagc.wrap``."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -16,11 +19,13 @@ from torch.optim.optimizer import (
 from tagc.attach.unit import Unit
 from tagc.basics.tracing import untraced
 from tagc.collect import CopyGatherer
+from tagc.plan import as_list
+from tagc.policy.roles import clean_name
 
 
 class OptimizerSteps:
     """Notifies gatherers of the steps of every ``torch.optim.Optimizer`` that holds their
-    parameters, until it is closed or garbage-collected.
+    parameters, until it is closed or garbage-collected. All ranks see the same steps.
 
     It also notifies them when a step begins, so that all ranks know of a step that raises on some
     of them, and at every call of a closure, because optimizers like LBFGS move weights between
@@ -84,3 +89,55 @@ def _with_noting_closure(
     if not any(map(callable, (*args[1:], *kwargs.values()))):
         return None
     return (*args[:1], *map(noting, args[1:])), {k: noting(v) for k, v in kwargs.items()}
+
+
+class KnownParameters:
+    """The parameters of a model as they are now. Once in every step, compares them with then: the
+    gradients of others would be reduced uncompressed, or not at all, in silence."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known = dict(model.named_parameters(remove_duplicate=False))
+        self._frozen = {n: p for n, p in self._known.items() if not p.requires_grad}
+        self._steps = -1
+        self._look(model)
+
+    def check(self, steps: int) -> None:
+        """Raise RuntimeError if new parameters require a gradient, before a unit is reduced for
+        the ``steps``-th time; later units of a step check nothing again."""
+        if steps <= self._steps:
+            return
+        self._steps = steps
+        new = [name for name, param in self._frozen.items() if param.requires_grad]
+        model = self._model()
+        if model is not None and not new and self._seen != self._structure():
+            known = {id(param) for param in self._known.values()}
+            new = [
+                name
+                for name, param in model.named_parameters()
+                # FSDP may have put others in their places for the time of a backward.
+                if param.requires_grad and name not in self._known and id(param) not in known
+            ]
+            if not new:
+                self._look(model)
+        if new:
+            self._steps = -1  # a reduction that is tried again raises, too
+            names = as_list([clean_name(name) for name in new])
+            raise RuntimeError(
+                f"tagc: {names} got requires_grad, or joined the model, after tagc.wrap, so the "
+                "plan does not know them: make such changes before the model is sharded (or put "
+                "into DistributedDataParallel) and wrapped, or call "
+                "tagc.compressor(model).remove() and tagc.wrap again"
+            )
+
+    def _look(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        self._seen = self._structure()
+
+    def _structure(self) -> tuple[list[int], list[int]]:
+        """Cheap enough for every step: which modules, and how many parameters each has. (FSDP
+        exchanges the parameters themselves.)"""
+        children = chain.from_iterable(children.values() for children in self._children)
+        return [*map(id, children)], [*map(len, self._parameters)]

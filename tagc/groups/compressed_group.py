@@ -1,13 +1,13 @@
 """A process group that compresses what passes through it.
 
 Large floating tensors are coded by all-reduces and reduce-scatters (sums and averages), all-gathers
-and all-to-alls of a forward or a backward (:mod:`tagc.attach.forward`), and by sends and receives.
+and all-to-alls of a forward or a backward (:mod:`tagc.groups.forward`), and by sends and receives.
 Everything else goes to the inner group, which torch's own backends serve: integers, small tensors,
 other reductions, other dtypes, and collectives that are not listed here. So does what asks for the
 backend itself: FSDP2's own collectives (:func:`tagc.wrap` replaces them), and symmetric memory.
 
 The only file that knows the methods of ``torch.distributed.ProcessGroup``, batches of messages
-aside (:mod:`tagc.attach.batches`). torch calls the same collective by several names, and renamed
+aside (:mod:`tagc.groups.works`). torch calls the same collective by several names, and renamed
 some in 2.13.
 """
 
@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.attach.batches import Batches
-from tagc.attach.coded_work import CodedWork, SeveralWorks
-from tagc.attach.forward import in_backward, in_forward, in_recomputation
 from tagc.basics.switch import is_disabled
 from tagc.codecs.rows import RowCoder
-from tagc.collect.activations import CODED, CodedCollectives, Pending, is_coded
 from tagc.collect.transport import MARKS, CollectiveWork, Transport, failing_in
+from tagc.groups.activations import CODED, CodedCollectives, is_coded
+from tagc.groups.forward import in_backward, in_forward, in_recomputation
+from tagc.groups.works import Batches, CodedWork, several
 from tagc.ops import get_ops
 from tagc.policy.dimensions import DimensionRule
 
@@ -50,6 +49,15 @@ class _Inner(Transport):
 
     def receive(self, t: Tensor, rank: int, tag: int) -> Any:
         return self.group.recv([t], rank, tag ^ (t.numel() & MARKS))
+
+
+def _as_inner(name: str) -> Any:
+    """A method of :class:`CompressedGroup` that only calls the inner group's."""
+
+    def method(self: CompressedGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self._inner, name)(*args, **options)
+
+    return method
 
 
 class CompressedGroup(dist.ProcessGroup):
@@ -86,13 +94,11 @@ class CompressedGroup(dist.ProcessGroup):
         self._inner._set_group_name(f"{name} inner")
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """The backend's name."""
         return BACKEND
 
     # Reductions in place.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """All-reduce one tensor in place."""
         (tensor,) = tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
@@ -111,12 +117,11 @@ class CompressedGroup(dist.ProcessGroup):
         plain = dist.AllreduceOptions()
         if opts is not None:
             plain.reduceOp = opts.reduceOp
-        return SeveralWorks([self.allreduce([t], plain) for t in tensors], tensors)
+        return several([self.allreduce([t], plain) for t in tensors], tensors)
 
     # All-gathers.
 
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
-        """Gather every rank's ``inp`` in ``out``."""
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not self._codes(inp, inp.numel()):
             self._count_natively(sent)
@@ -131,9 +136,8 @@ class CompressedGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
     ) -> Any:
-        """Gather several tensors."""
         pairs = zip(outs, inps, strict=True)
-        return SeveralWorks([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
+        return several([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -153,7 +157,6 @@ class CompressedGroup(dist.ProcessGroup):
     # Reduce-scatters.
 
     def _reduce_scatter_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
-        """Add up the ranks' parts of ``inp`` for this rank in ``out``."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
         sent = (self.size() - 1) * out.numel() * out.element_size()
@@ -170,10 +173,9 @@ class CompressedGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
     ) -> Any:
-        """Reduce-scatter several tensors."""
         pairs = zip(outs, inps, strict=True)
         works = [self._reduce_scatter_base(out, inp, opts) for out, inp in pairs]
-        return SeveralWorks(works, outs)
+        return several(works, outs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -209,7 +211,6 @@ class CompressedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
-        """Send rank ``d`` the ``d``-th tensor."""
         if not all(self._may_code(t) for t in (*outs, *inps)):
             self._count_natively(_bytes_to_others(inps, self.rank()))
             return self._inner.alltoall(outs, inps, *_given(opts))
@@ -228,8 +229,7 @@ class CompressedGroup(dist.ProcessGroup):
     # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        """Start sending a tensor; it does not wait, because a pipeline's next stage may be sending
-        as well."""
+        # It does not wait, because a pipeline's next stage may be sending as well.
         (t,) = tensors
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
@@ -240,12 +240,11 @@ class CompressedGroup(dist.ProcessGroup):
             message = self._on(t).message_about(_flat(t))
             work = posted(self._inner.send([message], rank, tag))
         # The message lives as long as this work.
-        pending = Pending(CollectiveWork([work], message.numel()), message.numel)
+        pending = CodedWork(CollectiveWork([work], message.numel()), message.numel)
         what = self._named(f"send to rank {rank}", t)
         return self._batches.note(self._started(what, pending, sent, [t], [t]))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        """Start receiving a tensor."""
         (t,) = tensors
         if not self._codes_messages(t):
             with self._batches.message(t.device) as posted:
@@ -254,14 +253,13 @@ class CompressedGroup(dist.ProcessGroup):
             flat, collectives = _flat(t), self._on(t)
             message = collectives.space_for(flat)
             work = posted(self._inner.recv([message], rank, tag))
-        pending = Pending(
+        pending = CodedWork(
             CollectiveWork([work], 0), lambda: collectives.read(message, flat), [message]
         )
         what = self._named(f"receive from rank {rank}", t)
         return self._batches.note(self._started(what, pending, 0, [t], [flat.view(t.shape)]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Refused for tensors that are coded."""
         (t,) = tensors
         if self._codes_messages(t):
             raise RuntimeError(
@@ -279,26 +277,11 @@ class CompressedGroup(dist.ProcessGroup):
     # What is never coded. torch looks for these methods in Python. If it finds none, it calls its
     # own and holds Python's lock. A thread of gloo may wait for that lock to free a tensor, and
     # hold gloo's lock meanwhile: a deadlock.
-
-    def broadcast(self, *args: Any, **options: Any) -> Any:
-        """As the inner group."""
-        return self._inner.broadcast(*args, **options)
-
-    def barrier(self, *args: Any, **options: Any) -> Any:
-        """As the inner group."""
-        return self._inner.barrier(*args, **options)
-
-    def gather(self, *args: Any, **options: Any) -> Any:
-        """As the inner group."""
-        return self._inner.gather(*args, **options)
-
-    def reduce(self, *args: Any, **options: Any) -> Any:
-        """As the inner group."""
-        return self._inner.reduce(*args, **options)
-
-    def scatter(self, *args: Any, **options: Any) -> Any:
-        """As the inner group."""
-        return self._inner.scatter(*args, **options)
+    broadcast = _as_inner("broadcast")
+    barrier = _as_inner("barrier")
+    gather = _as_inner("gather")
+    reduce = _as_inner("reduce")
+    scatter = _as_inner("scatter")
 
     # What all of them share.
 
@@ -353,14 +336,10 @@ class CompressedGroup(dist.ProcessGroup):
         self.wire_bytes += sent
 
     def _started(
-        self, what: str, pending: Pending, dense: int, given: list[Tensor], made: list[Tensor]
+        self, what: str, pending: CodedWork, dense: int, given: list[Tensor], made: list[Tensor]
     ) -> dist.Work:
-        """The work for torch, which in the end copies ``made`` to the caller's ``given``.
-
-        Args:
-            what: the collective, for errors.
-            dense: bytes that torch's own collective would have sent.
-        """
+        """The work for torch, which in the end copies ``made`` to the caller's ``given``; torch's
+        own collective would have sent ``dense`` bytes."""
         self.dense_bytes += dense
         self.wire_bytes += pending.work.wire_bytes
         finish = pending.finish
@@ -372,7 +351,7 @@ class CompressedGroup(dist.ProcessGroup):
                     theirs.detach().copy_(ours)
 
         pending.finish = finish_and_copy
-        return CodedWork(self, what, pending, given)
+        return pending.named(what, self, given)
 
 
 def _is_real(t: Tensor) -> bool:

@@ -1,8 +1,13 @@
-"""Steps that must give the same result on every rank, or fail on every rank."""
+"""Steps that must give the same result on every rank, or fail on every rank.
+
+:func:`agree_on` is for everything that ranks decide before training; :class:`Meeting` compares the
+same way through a store, and :class:`Lockstep` compares every collective of a unit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,42 +44,40 @@ def agree_on(
         RuntimeError: if a step failed on another rank, or ranks disagree.
     """
     results: dict[str, Any] = {}
-    mine: dict[str, str | None] = dict.fromkeys(steps)
+    texts: dict[str, str] = {}
     failure: Exception | None = None
     try:
         for name, step in steps.items():
-            results[name], mine[name] = step()
+            results[name], texts[name] = step()
     except Exception as error:
-        failure = error
-    mine["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
-    complaint = None
-    # Each round informs a rank about the ranks in its groups. On a mesh the furthest rank is at
-    # most as many rounds away as there are dimensions, which is the number of groups.
-    for _ in groups:
-        for group in groups:
-            said: list[dict[str, str | None]] = [{} for _ in range(group.size())]
-            with failing_in(f"comparing ranks in {doing}", group):
-                dist.all_gather_object(said, mine | {"complaint": complaint}, group=group)
-            heard = dict(enumerate(said))
-            complaint = complaint or complaint_of(steps, heard, doing, remedy)
+        failure, texts["error"] = error, f"{type(error).__name__}: {error}"
+    # Of ranks with the same text, one is enough to name.
+    rank = dist.get_rank() if groups else 0
+    mine = dict.fromkeys(texts.items(), rank)
+    everyones = gather_merged(groups, mine, min, doing=f"comparing ranks in {doing}")
     if failure is not None:
         raise failure
+    answers: dict[int, dict[str, str]] = {}
+    for (name, text), rank in sorted(everyones.items(), key=itemgetter(1)):
+        answers.setdefault(rank, {})[name] = text
+    complaint = complaint_of(steps, answers, doing, remedy)
     if complaint is not None:
         raise RuntimeError(complaint)
     return results
 
 
 def gather_by_rank(groups: Sequence[dist.ProcessGroup], mine: Mapping[int, Any]) -> dict[int, Any]:
-    """Gather values from all ranks that these groups connect, by rank.
-
-    Args:
-        mine: this rank's value, by its rank among all processes; picklable.
-    """
+    """Gather picklable values from all ranks that these groups connect, by rank; ``mine`` is this
+    rank's, by its rank among all processes."""
     return gather_merged(groups, mine, lambda _, other: other)
 
 
 def gather_merged(
-    groups: Sequence[dist.ProcessGroup], mine: Mapping[K, V], merge: Callable[[V, V], V]
+    groups: Sequence[dist.ProcessGroup],
+    mine: Mapping[K, V],
+    merge: Callable[[V, V], V],
+    *,
+    doing: str = "gathering from all ranks",
 ) -> dict[K, V]:
     """Merge values from all ranks that these groups connect, by key. A rank sends at most one value
     per key and collective.
@@ -85,32 +88,31 @@ def gather_merged(
             receive the same values several times and in any order.
     """
     known = dict(mine)
-    for _ in groups:  # as in agree_on
+    # Each round informs a rank about the ranks in its groups. On a mesh the furthest rank is at
+    # most as many rounds away as there are dimensions, which is the number of groups.
+    for _ in groups:
         for group in groups:
-            said: list[dict[K, V]] = [{} for _ in range(group.size())]
-            dist.all_gather_object(said, known, group=group)
-            for other in said:
+            parts: list[dict[K, V]] = [{} for _ in range(group.size())]
+            with failing_in(doing, group):
+                dist.all_gather_object(parts, known, group=group)
+            for other in parts:
                 for key, value in other.items():
                     known[key] = merge(known[key], value) if key in known else value
     return known
 
 
 def complaint_of(
-    names: Iterable[str], said: Mapping[int, Mapping[str, Any]], doing: str, remedy: str
+    names: Iterable[str], answers: Mapping[int, Mapping[str, Any]], doing: str, remedy: str
 ) -> str | None:
-    """The first problem in the ranks' answers, in words; None if there is none.
-
-    Args:
-        names: keys of the texts that must be equal.
-        said: every rank's answer: these texts, ``error``, and perhaps ``complaint``, a problem that
-            it heard of from other ranks.
+    """The first problem in the ranks' answers, in words; None if there is none. An answer has texts
+    by ``names``, which must be equal where there are any, and under ``error`` why the rank failed.
     """
-    for rank, other in said.items():
-        if other["error"] is not None:
-            return f"{doing} failed on rank {rank}: {other['error']}"
+    for rank, answer in answers.items():
+        if answer.get("error") is not None:
+            return f"{doing} failed on rank {rank}: {answer['error']}"
     for name in names:
-        if len({other[name] for other in said.values()}) > 1:
-            listing = ", ".join(f"rank {r} has {o[name]}" for r, o in said.items())
+        texts = {rank: answer[name] for rank, answer in answers.items() if name in answer}
+        if len(set(texts.values())) > 1:
+            listing = ", ".join(f"rank {rank} has {text}" for rank, text in texts.items())
             return f"tagc {name} differs between ranks: {listing}. {remedy}"
-    heard = (other.get("complaint") for other in said.values())
-    return next((complaint for complaint in heard if complaint), None)
+    return None

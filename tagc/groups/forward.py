@@ -26,16 +26,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Marked(threading.local):
-    """What was marked and runs in this thread.
-
-    Attributes:
-        contexts: how many :func:`activations` are open.
-        calls: the frames in which torch calls marked models, the innermost at the end; several if
-            models call each other.
-    """
+    """What was marked and runs in this thread."""
 
     def __init__(self) -> None:
-        self.contexts = 0
+        self.contexts = 0  # open `activations`
+        # Frames in which torch calls marked models, which may call each other: the innermost last.
         self.calls: list[FrameType] = []
 
 
@@ -101,11 +96,7 @@ def _leave(*args: Any) -> None:
 
 
 def watch_forward(model: nn.Module) -> Callable[[], None]:
-    """Compress the activations of the model's forward.
-
-    Returns:
-        A function that ends it.
-    """
+    """Compress the activations of the model's forward, until the returned function is called."""
     # If they were traced, they would count once, not whenever the model is called.
     before = model.register_forward_pre_hook(untraced(_enter), prepend=True)
     after = model.register_forward_hook(untraced(_leave))
