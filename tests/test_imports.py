@@ -25,6 +25,7 @@ ROOMS = (
     "checkpoint",
     "costs",
     "handle",
+    "site",
     "integrations",
     "tagc",  # the package's own face
     "commands",

@@ -19,9 +19,9 @@ from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
-from tagc.collect import Anchor
 from tagc.collect.transport import Transport
 from tagc.ops.launches import Dequantize
+from tagc.site.anchor import Anchor
 
 
 def eager(

@@ -73,7 +73,7 @@ class ElasticSite:
         """Join, with nothing kept."""
         self.model, _, _ = inside(self.kind, self.rank, self.world_size)
         self.optimizer = adam(self.model)
-        with patch("tagc.handle.elastic_exchange.ElasticExchange.join"):
+        with patch("tagc.site.elastic.ElasticExchange.join"):
             self.handle = tagc.sites(self.model, self.optimizer, self.rules, sites=self.manager)
         self.exchange: Any = self.handle.exchange_state
         self.lost = self.lost or [torch.zeros_like(unit) for unit in self.owed()]

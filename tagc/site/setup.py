@@ -14,20 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tagc.attach import sharding_groups
-from tagc.attach.sites import OwnGroup, SiteUnit, check_trainable, site_units
 from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
+from tagc.collect import agree_on, check_backends
 from tagc.handle.compressor import attached
-from tagc.handle.elastic_exchange import ElasticExchange
-from tagc.handle.site_handle import Sites, sites_of
-from tagc.handle.site_links import SiteLinks
 from tagc.plan import Plan, as_list
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.sites import SitesConfig
+from tagc.site.anchor import Anchor
+from tagc.site.elastic import ElasticExchange
+from tagc.site.exchange import SiteExchange
+from tagc.site.handle import Sites, sites_of
+from tagc.site.reducers import SiteReducers
+from tagc.site.units import OwnGroup, SiteUnit, check_trainable, site_units
 
 
 def sites(
@@ -84,8 +86,8 @@ def sites(
     check_backends(groups)
     loaded, config, units = _agree_on_request(model, optimizers, policy, group, groups)
 
-    def make() -> tuple[SiteLinks, str]:
-        links = SiteLinks(units, loaded, ops, elastic=members is not None)
+    def make() -> tuple[SiteReducers, str]:
+        links = SiteReducers(units, loaded, ops, elastic=members is not None)
         return links, links.plan.fingerprint[:12]
 
     links = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]

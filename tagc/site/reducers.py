@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.attach import Levels
-from tagc.attach.sites import SiteUnit
 from tagc.checkpoint import UnitState
 from tagc.collect import BareTransport, SilentGroup, Transport, UnitReducer
 from tagc.handle.collectives import Collectives, make_collectives, on_gloo
 from tagc.handle.readiness import with_kernels
 from tagc.plan import Plan, between_sites, build_plan
 from tagc.policy import Policy
+from tagc.site.units import SiteUnit
 
 _SENT = ("native_bytes", "message_bytes", "other_bytes")
 
@@ -33,7 +33,7 @@ class Owed:
     exchanges: list[int]
 
 
-class SiteLinks:
+class SiteReducers:
     """Makes the plan and the reducers of a site's units.
 
     Where sites come and go it makes them anew for each set of sites. A site keeps what it owes by

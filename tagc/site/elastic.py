@@ -3,9 +3,12 @@
 Sites meet before every exchange. A site that is behind gets the anchors of another one and goes on
 from there. An exchange counts for all sites or for none: a site moves its anchors only after every
 site that was there has answered that it has the averages. If one does not answer, residuals are put
-back, and the sites that are left meet again; :mod:`.site_ledger` says how a site learns whether
-others count an exchange of which it lacks an answer. With a delay, training goes on between the
+back, and the sites that are left meet again. With a delay, training goes on between the
 meeting and the moment when the averages are applied.
+
+A site that has the averages of an exchange, but not the answers of all others, is *in doubt*:
+another site may have all answers and count it. It learns when it meets a site that is ahead: if
+that one counts the exchange, the residuals are those of after it, otherwise of before.
 """
 
 from __future__ import annotations
@@ -24,19 +27,49 @@ from torch import Tensor
 from tagc.attach.torchft import TorchftSites
 from tagc.basics.warn import warn
 from tagc.collect import (
-    Anchor,
     BareTransport,
     DesyncError,
-    SiteExchange,
-    SitesDifferError,
     gather_by_rank,
     in_turns,
 )
-from tagc.collect.site_exchange import Flight, raise_refusal
 from tagc.collect.transport import failing_in
-from tagc.handle.site_ledger import SiteLedger
-from tagc.handle.site_links import SiteLinks
 from tagc.policy.sites import SitesConfig
+from tagc.site.anchor import Anchor
+from tagc.site.exchange import Flight, SiteExchange, SitesDifferError, raise_refusal
+from tagc.site.reducers import Owed, SiteReducers
+
+# How many of the last exchanges a site can name: more than others count while it is in doubt.
+_NAMED = 1024
+
+
+class SiteLedger:
+    """The names of exchanges. Every exchange has another one, the same in all sites.
+
+    Attributes:
+        counted: the last exchanges that this site counts, the latest at the end; 0 for none.
+        doubts: the exchanges that this site is in doubt of, and what it owes if they count.
+    """
+
+    def __init__(self) -> None:
+        """Start with no exchange."""
+        self.counted: list[int] = [0] * _NAMED
+        self.doubts: dict[int, Owed] = {}
+
+    def count(self, name: int) -> None:
+        """Count an exchange. Its sites have met, so nothing before it is in doubt any more."""
+        self.counted = [*self.counted[1:], name]
+        self.doubts.clear()
+
+    def learn(self, counted: Sequence[int]) -> Owed | None:
+        """Take over what a site that is ahead counts.
+
+        Returns:
+            What this site owes, if that site counts an exchange that this one was in doubt of.
+        """
+        known = [owed for name, owed in self.doubts.items() if name in counted]
+        self.counted = list(counted)
+        self.doubts.clear()
+        return known[-1] if known else None
 
 
 @dataclass
@@ -65,7 +98,7 @@ class ElasticExchange(SiteExchange):
         anchors: Sequence[Anchor],
         config: SitesConfig,
         members: TorchftSites,
-        links: SiteLinks,
+        links: SiteReducers,
         identity: str,
         inside: Sequence[dist.ProcessGroup],
         check: Callable[[], None],

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tagc.attach.sites import OwnGroup, SiteUnit
 from tagc.basics.untraced import untraced
+from tagc.basics.warn import warn
 from tagc.checkpoint import Source, State, UnitState
-from tagc.collect import SiteExchange
+from tagc.collect import UnitReducer
 from tagc.handle.handle import Handle
-from tagc.handle.site_links import SiteLinks
-from tagc.handle.site_loads import SiteLoads
-from tagc.handle.site_metrics import SiteMetrics, collect_of_sites
-from tagc.plan import Plan
+from tagc.ops.fingerprint import fingerprint
+from tagc.plan import Plan, format_bytes
+from tagc.site.exchange import SiteExchange
+from tagc.site.reducers import SiteReducers
+from tagc.site.units import OwnGroup, SiteUnit
 
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_sites"
@@ -42,7 +47,7 @@ class Sites(Handle):
         self,
         model: nn.Module,
         units: Sequence[SiteUnit],
-        links: SiteLinks,
+        links: SiteReducers,
         exchange: SiteExchange,
         groups: list[dist.ProcessGroup],
         own: OwnGroup | None,
@@ -194,3 +199,164 @@ def _moves(rate: float | Tensor | None) -> bool:
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return True
     return bool(rate != 0)
+
+
+class SiteLoads:
+    """Makes the parameters the anchors once they were loaded, unless the anchors were, too.
+
+    Before the first step any change counts as a load; later what ``load_state_dict`` changed, of
+    the model or a part of it.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[SiteUnit], exchange: SiteExchange) -> None:
+        self._units, self._exchange = units, exchange
+        self._trained, self._state_loaded, self._warned = False, False, False
+        # The parameters before the first load since the last step.
+        self._before: Tensor | None = None
+        self._writes = self._count_writes()
+        hook = _BeforeLoad(self)
+        self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in model.modules()]
+
+    def settle(self, *, begins: bool = False) -> None:
+        """Go on from the parameters if they were loaded. Call it before anything depends on the
+        anchors.
+
+        Args:
+            begins: whether a step or an exchange begins.
+        """
+        if not self._state_loaded:
+            # A site that continues from another one has its anchors from there.
+            fresh = not self._trained and not self._exchange.waits.healed
+            if fresh or self._is_other():
+                self._exchange.refresh()
+            elif self._trained and self._before is None and self._writes != self._count_writes():
+                self._warn()
+            self._before = None
+        self._trained |= begins
+        self.note_writes()
+
+    def note_load(self) -> None:
+        """Note that parameters are about to be loaded."""
+        if self._before is None:
+            self._before = self._marks()
+
+    def note_state(self) -> None:
+        """Note that anchors were loaded: what parameters hold until the next step belongs to
+        them."""
+        self._state_loaded = self._trained = True
+
+    def note_step(self) -> None:
+        """Note a step, and the exchanges after it, in which another site may send parameters."""
+        self._state_loaded, self._before = False, None
+        self.note_writes()
+
+    def note_writes(self) -> None:
+        """Note that what was written to parameters so far was training, or is dealt with."""
+        self._writes = self._count_writes()
+
+    def close(self) -> None:
+        """Stop listening."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _is_other(self) -> bool:
+        """Whether loads left other parameters than before; not if averaged ones were swapped in and
+        out."""
+        return self._before is not None and not torch.equal(self._before, self._marks())
+
+    def _marks(self) -> Tensor:
+        return torch.stack([fingerprint(unit.shard_values()) for unit in self._units])
+
+    def _count_writes(self) -> int:
+        return sum(unit.writes for unit in self._units)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                "tagc.sites: something other than an optimizer or load_state_dict wrote to "
+                "parameters between two steps, which counts as this site's training. If they were "
+                "loaded, call refresh() of the handle on all ranks of all sites"
+            )
+
+
+class _BeforeLoad:
+    """A hook of modules that notes a load."""
+
+    def __init__(self, loads: SiteLoads) -> None:
+        self._loads = weakref.ref(loads)
+
+    def __call__(self, *args: Any) -> None:
+        if (loads := self._loads()) is not None:
+            loads.note_load()
+
+    def __reduce__(self) -> Any:
+        # In a copy of the model, also a pickled one, a function that does nothing.
+        return getattr, (nullcontext(), "__exit__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteMetrics:
+    """Counts of one rank since ``tagc.sites``. ``str(metrics)`` is a table, :meth:`as_dict` is for
+    loggers.
+
+    Attributes:
+        steps: optimizer steps, without those at a learning rate of 0.
+        exchanges: exchanges of a fragment that were applied.
+        wire_bytes: bytes that this rank sent to other sites.
+        dense_bytes: bytes that an all-reduce of the gradients between sites in every optimizer step
+            would have sent, in float32.
+        waited: exchanges that training waited for; without delay, all.
+        wait_seconds: how long it waited.
+        failed: attempts to exchange that did not count, because a site died or did not answer.
+        healed: how often this site continued from another one, also when it joined.
+        residual_norm: Euclidean norm of this rank's residuals now.
+    """
+
+    steps: int
+    exchanges: int
+    wire_bytes: int
+    dense_bytes: int
+    waited: int
+    wait_seconds: float
+    failed: int
+    healed: int
+    residual_norm: float
+
+    def as_dict(self) -> dict[str, float]:
+        """All values by name, for loggers: ``wandb.log(metrics.as_dict())``."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        ratio = f" ({self.dense_bytes / self.wire_bytes:.0f}x)" if self.wire_bytes else ""
+        trouble = f", {self.failed} attempts failed" if self.failed else ""
+        trouble += f", continued from another site {self.healed} times" if self.healed else ""
+        return (
+            f"steps {self.steps}, exchanges {self.exchanges}{trouble}\n"
+            f"sent {format_bytes(self.wire_bytes)}; gradients in every step would be "
+            f"{format_bytes(self.dense_bytes)}{ratio}\n"
+            f"waited for {self.waited} exchanges, {self.wait_seconds:.2f} s\n"
+            f"residual norm {self.residual_norm:.3g}"
+        )
+
+
+def collect_of_sites(reducers: Sequence[UnitReducer], exchange: SiteExchange) -> SiteMetrics:
+    """Read the counters of all units, when nothing is in flight. Waits for the device."""
+    norms = [
+        torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
+        for reducer in reducers
+        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
+    ]
+    dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
+    waits = exchange.waits
+    return SiteMetrics(
+        steps=exchange.steps,
+        exchanges=waits.exchanges,
+        wire_bytes=sum(r.wire_bytes for r in reducers),
+        dense_bytes=int(dense * exchange.steps),
+        waited=waits.waited,
+        wait_seconds=waits.seconds,
+        failed=waits.failed,
+        healed=waits.healed,
+        residual_norm=math.hypot(*norms),
+    )

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codecs.state import MAX_COUNT
-from tagc.collect.anchor import Anchor
 from tagc.collect.transport import Transport, failing_in
 from tagc.collect.turns import in_turns
 from tagc.plan import fragments_of
 from tagc.policy.sites import SitesConfig
+from tagc.site.anchor import Anchor
 
 _FIRST, _DUE, _LAST = range(3)
 """Why sites compare anchors: before the first step, for an exchange that is due, or for one that
