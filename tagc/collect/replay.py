@@ -61,6 +61,12 @@ class Store:
             return self.workspace.take(place.name, place.shape, place.dtype)
         return self._tensors[place.name]
 
+    def drop(self) -> None:
+        """Forget what is in flight, after a failure. It may still write to scratch buffers, so
+        these are freed, too."""
+        self.flights.clear()
+        self.workspace.clear()
+
     def wait(self, flight: str) -> None:
         """Wait for a collective, if it is in flight."""
         work = self.flights.pop(flight, None)
@@ -179,9 +185,7 @@ class Replay:
                             yield
                         call.function(*call.arguments)
         except RuntimeError as error:
-            # What is still in flight may write to its buffers whenever it likes.
-            self._store.flights.clear()
-            self._store.workspace.clear()
+            self._store.drop()
             self._explain(call and call.step, error)
             raise
         finally:

@@ -17,282 +17,15 @@ from torch.optim import Optimizer
 from tagc.basics.untraced import untraced
 from tagc.basics.warn import warn
 from tagc.checkpoint import Source, State, UnitState
-from tagc.collect import UnitReducer
 from tagc.handle.handle import Handle
 from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, format_bytes
 from tagc.site.exchange import SiteExchange
 from tagc.site.reducers import SiteReducers
-from tagc.site.units import OwnGroup, SiteUnit
+from tagc.site.units import OwnGroup
 
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_sites"
-
-
-def sites_of(model: nn.Module) -> Sites | None:
-    """The handle on a model that is trained in sites; None if it is not."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-class Sites(Handle):
-    """Handle on a model that is trained in several sites; :func:`tagc.sites` returns it.
-
-    It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
-    and optimizer, or ``save`` and ``load`` a folder of safetensors files. The state has the anchors
-    (the parameters that all sites last agreed on), the outer momentum, residuals, averages in
-    flight and the count of optimizer steps. Each site saves its own model and optimizer.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[SiteUnit],
-        links: SiteReducers,
-        exchange: SiteExchange,
-        groups: list[dist.ProcessGroup],
-        own: OwnGroup | None,
-    ) -> None:
-        self._model, self._units, self._links = model, units, links
-        self._exchange, self._groups, self._own = exchange, groups, own
-        self._hooks: list[Any] = []
-        self._removed = False
-
-    @property
-    def _plan(self) -> Plan:
-        return self._links.plan
-
-    @property
-    def sites(self) -> int:
-        """Number of sites; with a ``torchft.Manager``, of the last exchange."""
-        return self._exchange.sites
-
-    @property
-    def exchange_state(self) -> SiteExchange:
-        """The anchors and the schedule, for inspection; not part of the stable interface."""
-        return self._exchange
-
-    def metrics(self) -> SiteMetrics:
-        """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
-        flight; no collective."""
-        self._exchange.settle()  # which may make other reducers
-        return collect_of_sites(self._links.collectives.reducers, self._exchange)
-
-    def exchange(self) -> None:
-        """Exchange all parameters now, as at the end of training. Call it on all ranks, between two
-        steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
-
-        Raises:
-            ValueError: after :meth:`remove`.
-            RuntimeError: if the sites have different anchors, or a site does not answer in time;
-                with a ``torchft.Manager`` :class:`tagc.SitesLostError`, if there is no quorum.
-        """
-        self._check_there()
-        self._loads.settle(begins=True)
-        self._exchange.exchange_all()
-        self._loads.note_step()
-
-    def refresh(self) -> None:
-        """Go on from the parameters as they are now, as if ``tagc.sites`` were called anew: drop
-        outer momentum, residuals and what is in flight. Call it on all ranks of all sites, between
-        two steps, after something other than an optimizer or ``load_state_dict`` has replaced
-        parameters: those two need no call.
-
-        Raises:
-            ValueError: after :meth:`remove`.
-        """
-        self._check_there()
-        self._exchange.refresh()
-        self._loads.note_writes()
-
-    def remove(self) -> None:
-        """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
-        does not apply it. The parameters stay as they are. Call it on all ranks; a second call does
-        nothing. Until you call ``shutdown()`` of a ``torchft.Manager``, the other sites wait for
-        this one.
-
-        Raises:
-            Exception: what the exchange in flight raised. The sites are removed then, too.
-        """
-        if self._removed:
-            return
-        self._removed = True
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._loads.close()
-        if sites_of(self._model) is self:
-            delattr(self._model, _ATTRIBUTE)
-        try:
-            self._exchange.release()
-        finally:
-            self._links.collectives.clear()
-            if self._own is not None:
-                self._own.release()
-
-    def _check_there(self) -> None:
-        if self._removed:
-            raise ValueError("these sites were removed: call tagc.sites again, and use its handle")
-
-    def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Exchange as the last of these optimizers steps. Steps at a learning rate of 0 do not
-        count: torch's ``get_state_dict`` takes one to make a new optimizer's state."""
-        self._loads = SiteLoads(self._model, self._units, self._exchange)
-        mine, last = weakref.ref(self), weakref.ref(optimizers[-1])
-
-        @untraced
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            sites = mine()
-            if sites is not None and _counts(optimizer):
-                sites._loads.settle(begins=True)
-
-        @untraced
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            sites = mine()
-            if sites is None:
-                return
-            if optimizer is last() and _counts(optimizer):
-                sites._exchange.step()
-                sites._loads.note_step()
-            sites._loads.note_writes()
-
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(before_step))
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
-        object.__setattr__(self._model, _ATTRIBUTE, self)
-
-    def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
-        super()._load(open_source, force=force)
-        self._loads.note_state()
-
-    def _state(self) -> State:
-        self._check_there()
-        self._loads.settle()
-        self._exchange.settle()
-        anchors = self._exchange.anchors
-        parallel = [group for unit in self._units for group in unit.parallel]
-        return State(
-            plan=self._plan,
-            groups=list({id(group): group for group in (*self._groups, *parallel)}.values()),
-            reduced=[
-                UnitState(
-                    direction=anchor.reducer.plan.direction,
-                    reducer=anchor.reducer,
-                    shard=unit.shard,
-                    shards=unit.shards,
-                    replica=unit.group.rank(),
-                    shared=anchor.shared,
-                    owners=not self._exchange.elastic,
-                )
-                for unit, anchor in zip(self._units, anchors, strict=True)
-            ],
-            gathered=(),
-            clock=self._exchange,
-        )
-
-
-def _counts(optimizer: Optimizer) -> bool:
-    return any(_moves(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _moves(rate: float | Tensor | None) -> bool:
-    """Whether a learning rate is not 0. To read one on a GPU would wait; that of torch's step is on
-    the CPU, unless the default device is another one."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return True
-    return bool(rate != 0)
-
-
-class SiteLoads:
-    """Makes the parameters the anchors once they were loaded, unless the anchors were, too.
-
-    Before the first step any change counts as a load; later what ``load_state_dict`` changed, of
-    the model or a part of it.
-    """
-
-    def __init__(self, model: nn.Module, units: Sequence[SiteUnit], exchange: SiteExchange) -> None:
-        self._units, self._exchange = units, exchange
-        self._trained, self._state_loaded, self._warned = False, False, False
-        # The parameters before the first load since the last step.
-        self._before: Tensor | None = None
-        self._writes = self._count_writes()
-        hook = _BeforeLoad(self)
-        self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in model.modules()]
-
-    def settle(self, *, begins: bool = False) -> None:
-        """Go on from the parameters if they were loaded. Call it before anything depends on the
-        anchors.
-
-        Args:
-            begins: whether a step or an exchange begins.
-        """
-        if not self._state_loaded:
-            # A site that continues from another one has its anchors from there.
-            fresh = not self._trained and not self._exchange.waits.healed
-            if fresh or self._is_other():
-                self._exchange.refresh()
-            elif self._trained and self._before is None and self._writes != self._count_writes():
-                self._warn()
-            self._before = None
-        self._trained |= begins
-        self.note_writes()
-
-    def note_load(self) -> None:
-        """Note that parameters are about to be loaded."""
-        if self._before is None:
-            self._before = self._marks()
-
-    def note_state(self) -> None:
-        """Note that anchors were loaded: what parameters hold until the next step belongs to
-        them."""
-        self._state_loaded = self._trained = True
-
-    def note_step(self) -> None:
-        """Note a step, and the exchanges after it, in which another site may send parameters."""
-        self._state_loaded, self._before = False, None
-        self.note_writes()
-
-    def note_writes(self) -> None:
-        """Note that what was written to parameters so far was training, or is dealt with."""
-        self._writes = self._count_writes()
-
-    def close(self) -> None:
-        """Stop listening."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _is_other(self) -> bool:
-        """Whether loads left other parameters than before; not if averaged ones were swapped in and
-        out."""
-        return self._before is not None and not torch.equal(self._before, self._marks())
-
-    def _marks(self) -> Tensor:
-        return torch.stack([fingerprint(unit.shard_values()) for unit in self._units])
-
-    def _count_writes(self) -> int:
-        return sum(unit.writes for unit in self._units)
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(
-                "tagc.sites: something other than an optimizer or load_state_dict wrote to "
-                "parameters between two steps, which counts as this site's training. If they were "
-                "loaded, call refresh() of the handle on all ranks of all sites"
-            )
-
-
-class _BeforeLoad:
-    """A hook of modules that notes a load."""
-
-    def __init__(self, loads: SiteLoads) -> None:
-        self._loads = weakref.ref(loads)
-
-    def __call__(self, *args: Any) -> None:
-        if (loads := self._loads()) is not None:
-            loads.note_load()
-
-    def __reduce__(self) -> Any:
-        # In a copy of the model, also a pickled one, a function that does nothing.
-        return getattr, (nullcontext(), "__exit__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,23 +73,276 @@ class SiteMetrics:
         )
 
 
-def collect_of_sites(reducers: Sequence[UnitReducer], exchange: SiteExchange) -> SiteMetrics:
-    """Read the counters of all units, when nothing is in flight. Waits for the device."""
-    norms = [
-        torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
-        for reducer in reducers
-        for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
-    ]
-    dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
-    waits = exchange.waits
-    return SiteMetrics(
-        steps=exchange.steps,
-        exchanges=waits.exchanges,
-        wire_bytes=sum(r.wire_bytes for r in reducers),
-        dense_bytes=int(dense * exchange.steps),
-        waited=waits.waited,
-        wait_seconds=waits.seconds,
-        failed=waits.failed,
-        healed=waits.healed,
-        residual_norm=math.hypot(*norms),
-    )
+def sites_of(model: nn.Module) -> Sites | None:
+    """The handle on a model that is trained in sites; None if it is not."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+class Sites(Handle):
+    """Handle on a model that is trained in several sites; :func:`tagc.sites` returns it.
+
+    It is ``Stateful``: put it into the state dict of ``torch.distributed.checkpoint`` beside model
+    and optimizer, or ``save`` and ``load`` a folder of safetensors files. The state has the anchors
+    (the parameters that all sites last agreed on), the outer momentum, residuals, averages in
+    flight and the count of optimizer steps. Each site saves its own model and optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        reducers: SiteReducers,
+        exchange: SiteExchange,
+        groups: Sequence[dist.ProcessGroup],
+        own: OwnGroup | None,
+    ) -> None:
+        """Exchange as the last of the optimizers steps. Steps at a learning rate of 0 do not count:
+        torch's ``get_state_dict`` takes one to make a new optimizer's state.
+
+        Args:
+            groups: the groups of the ranks that share the model, in all sites.
+        """
+        self._model, self._reducers, self._exchange = model, reducers, exchange
+        self._groups, self._own, self._removed = groups, own, False
+        self._loads = _Loads(model, exchange)
+        self._hooks: list[Any] = []
+        mine, last = weakref.ref(self), weakref.ref(optimizers[-1])
+
+        @untraced
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            sites = mine()
+            if sites is not None and _counts(optimizer):
+                sites._loads.settle(begins=True)
+
+        @untraced
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            sites = mine()
+            if sites is None:
+                return
+            if optimizer is last() and _counts(optimizer):
+                sites._exchange.step()
+                sites._loads.note_step()
+            sites._loads.note_writes()
+
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+        object.__setattr__(model, _ATTRIBUTE, self)
+
+    @property
+    def _plan(self) -> Plan:
+        return self._reducers.plan
+
+    @property
+    def sites(self) -> int:
+        """Number of sites; with a ``torchft.Manager``, of the last exchange."""
+        return self._exchange.sites
+
+    @property
+    def exchange_state(self) -> SiteExchange:
+        """The anchors and the schedule, for inspection; not part of the stable interface."""
+        return self._exchange
+
+    def metrics(self) -> SiteMetrics:
+        """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
+        flight; no collective."""
+        self._exchange.settle()
+        counts, reducers = self._exchange.counts, self._reducers.reducers
+        dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
+        norms = [
+            torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
+            for reducer in reducers
+            for residual in (*reducer.residuals.values(), *reducer.owner_residuals.values())
+        ]
+        return SiteMetrics(
+            steps=self._exchange.steps,
+            exchanges=counts.exchanges,
+            wire_bytes=sum(r.wire_bytes for r in reducers),
+            dense_bytes=int(dense * self._exchange.steps),
+            waited=counts.waited,
+            wait_seconds=counts.seconds,
+            failed=counts.failed,
+            healed=counts.healed,
+            residual_norm=math.hypot(*norms),
+        )
+
+    def exchange(self) -> None:
+        """Exchange all parameters now, as at the end of training. Call it on all ranks, between two
+        steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
+
+        Raises:
+            ValueError: after :meth:`remove`.
+            RuntimeError: if the sites have different anchors, or a site does not answer in time;
+                with a ``torchft.Manager`` :class:`tagc.SitesLostError`, if there is no quorum.
+        """
+        self._check_there()
+        self._loads.settle(begins=True)
+        self._exchange.exchange_all()
+        self._loads.note_step()
+
+    def refresh(self) -> None:
+        """Go on from the parameters as they are now, as if ``tagc.sites`` were called anew: drop
+        outer momentum, residuals and what is in flight. Call it on all ranks of all sites, between
+        two steps, after something other than an optimizer or ``load_state_dict`` has replaced
+        parameters: those two need no call.
+
+        Raises:
+            ValueError: after :meth:`remove`.
+        """
+        self._check_there()
+        self._exchange.refresh()
+        self._loads.note_writes()
+
+    def remove(self) -> None:
+        """Stop exchanging, and drop anchors and residuals. Waits for an exchange in flight, and
+        does not apply it. The parameters stay as they are. Call it on all ranks; a second call does
+        nothing. Until you call ``shutdown()`` of a ``torchft.Manager``, the other sites wait for
+        this one.
+
+        Raises:
+            Exception: what the exchange in flight raised. The sites are removed then, too.
+        """
+        if self._removed:
+            return
+        self._removed = True
+        for hook in (*self._hooks, *self._loads.hooks):
+            hook.remove()
+        if sites_of(self._model) is self:
+            delattr(self._model, _ATTRIBUTE)
+        try:
+            self._exchange.release()
+        finally:
+            self._reducers.collectives.clear()
+            if self._own is not None:
+                self._own.release()
+
+    def _check_there(self) -> None:
+        if self._removed:
+            raise ValueError("these sites were removed: call tagc.sites again, and use its handle")
+
+    def _load(self, open_source: Callable[[], Source], *, force: bool) -> None:
+        super()._load(open_source, force=force)
+        self._loads.note_state()
+
+    def _state(self) -> State:
+        self._check_there()
+        self._loads.settle()
+        self._exchange.settle()
+        return State(
+            plan=self._plan,
+            groups=self._groups,
+            reduced=[
+                UnitState(
+                    direction=anchor.reducer.plan.direction,
+                    reducer=anchor.reducer,
+                    shard=anchor.unit.shard,
+                    shards=anchor.unit.shards,
+                    replica=anchor.unit.group.rank(),
+                    shared=anchor.shared,
+                    owners=not self._exchange.elastic,
+                )
+                for anchor in self._exchange.anchors
+            ],
+            gathered=(),
+            clock=self._exchange,
+        )
+
+
+class _Loads:
+    """Notices that parameters were loaded after ``tagc.sites``, and makes them the anchors unless
+    the anchors were loaded, too: otherwise they would pull the parameters back.
+
+    Before the first step any change counts as a load; later what ``load_state_dict`` changed, of
+    the model or a part of it. What else writes to parameters between steps (a clamp, a projection)
+    is a part of training.
+    """
+
+    def __init__(self, model: nn.Module, exchange: SiteExchange) -> None:
+        self._exchange = exchange
+        self._trained, self._state_loaded, self._warned = False, False, False
+        # The parameters before the first load since the last step.
+        self._before: Tensor | None = None
+        self.note_writes()
+        hook = _BeforeLoad(self)
+        self.hooks = [m.register_load_state_dict_pre_hook(hook) for m in model.modules()]
+
+    def settle(self, *, begins: bool = False) -> None:
+        """Go on from the parameters if they were loaded. Call it before anything depends on the
+        anchors.
+
+        Args:
+            begins: whether a step or an exchange begins.
+        """
+        if not self._state_loaded:
+            # A site that continues from another one has its anchors from there.
+            fresh = not self._trained and not self._exchange.counts.healed
+            # If averaged parameters were swapped in and out, that was no load.
+            before = self._before
+            if fresh or (before is not None and not torch.equal(before, self._marks())):
+                self._exchange.refresh()
+            elif self._trained and before is None and self._writes != self._count_writes():
+                self._warn()
+            self._before = None
+        self._trained |= begins
+        self.note_writes()
+
+    def note_load(self) -> None:
+        """Note that parameters are about to be loaded."""
+        if self._before is None:
+            self._before = self._marks()
+
+    def note_state(self) -> None:
+        """Note that anchors were loaded: what parameters hold until the next step belongs to
+        them."""
+        self._state_loaded = self._trained = True
+
+    def note_step(self) -> None:
+        """Note a step, and the exchanges after it, in which another site may send parameters."""
+        self._state_loaded, self._before = False, None
+        self.note_writes()
+
+    def note_writes(self) -> None:
+        """Note that what was written to parameters so far was training, or is dealt with."""
+        self._writes = self._count_writes()
+
+    def _marks(self) -> Tensor:
+        return torch.stack([fingerprint(a.unit.read()) for a in self._exchange.anchors])
+
+    def _count_writes(self) -> int:
+        return sum(anchor.unit.writes for anchor in self._exchange.anchors)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                "tagc.sites: something other than an optimizer or load_state_dict wrote to "
+                "parameters between two steps, which counts as this site's training. If they were "
+                "loaded, call refresh() of the handle on all ranks of all sites"
+            )
+
+
+class _BeforeLoad:
+    """A hook of modules that notes a load."""
+
+    def __init__(self, loads: _Loads) -> None:
+        self._loads = weakref.ref(loads)
+
+    def __call__(self, *args: Any) -> None:
+        if (loads := self._loads()) is not None:
+            loads.note_load()
+
+    def __reduce__(self) -> Any:
+        # In a copy of the model, also a pickled one, a function that does nothing.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _counts(optimizer: Optimizer) -> bool:
+    return any(_moves(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _moves(rate: float | Tensor | None) -> bool:
+    """Whether a learning rate is not 0. To read one on a GPU would wait; that of torch's step is on
+    the CPU, unless the default device is another one."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return True
+    return bool(rate != 0)

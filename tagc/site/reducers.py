@@ -1,68 +1,71 @@
-"""The plan and the reducers between sites, made anew if their number changes."""
+"""The plan and the reducers between sites, and what a site owes the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tagc.attach import Levels
-from tagc.checkpoint import UnitState
 from tagc.collect import BareTransport, SilentGroup, Transport, UnitReducer
 from tagc.handle.collectives import Collectives, make_collectives, on_gloo
 from tagc.handle.readiness import with_kernels
-from tagc.plan import Plan, between_sites, build_plan
+from tagc.plan import Plan, UnitPlan, between_sites, build_plan
+from tagc.plan.two_shots import slicing_of
 from tagc.policy import Policy
 from tagc.site.units import SiteUnit
-
-_SENT = ("native_bytes", "message_bytes", "other_bytes")
 
 
 @dataclass
 class Owed:
-    """What a site owes the others.
+    """What a site owes the others of one unit: copies of the residuals, as
+    :attr:`UnitReducer.residuals` by the plan of that time, after so many exchanges."""
 
-    Attributes:
-        residuals: copies of the residuals, by unit and name.
-        exchanges: exchanges of every unit so far.
-    """
+    plan: UnitPlan
+    residuals: dict[int, Tensor]
+    exchanges: int
 
-    residuals: Sequence[dict[str, Tensor]]
-    exchanges: list[int]
+    def put(self, reducer: UnitReducer) -> None:
+        """Copy the residuals to those of a reducer. If it is for another number of sites, they are
+        in other slices there."""
+        residuals = self.residuals
+        if reducer.plan.peers != self.plan.peers:
+            residuals = _in_slices(reducer.plan, self.in_shard())
+        for start, residual in reducer.residuals.items():
+            residual.copy_(residuals[start])
+
+    def in_shard(self) -> Tensor:
+        """The residuals in the columns of the shard, ``[1, S]``; zeros where there are none."""
+        plan, some = self.plan, next(iter(self.residuals.values()), torch.empty(0))
+        shard = some.new_zeros(1, plan.buffer_columns, dtype=torch.float32)
+        if plan.shots is None:
+            for start, residual in self.residuals.items():
+                shard[:, start : start + residual.shape[1]].copy_(residual)
+            return shard
+        slices = some.new_zeros(plan.peers, plan.shots.reduce.columns, dtype=torch.float32)
+        for whole, part in zip(plan.segments, plan.shots.reduce.segments, strict=True):
+            if whole.start in self.residuals:
+                slices[:, part.start : part.stop].copy_(self.residuals[whole.start])
+        replace(slicing_of(plan), back=True, empty=()).run(slices, shard)
+        return shard
 
 
 class SiteReducers:
-    """Makes the plan and the reducers of a site's units.
-
-    Where sites come and go it makes them anew for each set of sites. A site keeps what it owes by
-    parameter, so it does not depend on the number of sites. With two shots the owner of a slice,
-    too, owes something; :meth:`fold` adds it to the site's own residual.
-
-    Attributes:
-        plan: the plan for the sites of the last exchange; at first for two, if they come and go.
-        collectives: the reducers for these sites.
-        nobody: stands for two sites, and sends nothing, if sites come and go.
-    """
+    """The plan and the reducers of a site's units for the sites of the last exchange; at first for
+    two, if they come and go."""
 
     def __init__(
         self, units: Sequence[SiteUnit], policy: Policy, ops: str | None, *, elastic: bool
     ) -> None:
-        """Make reducers for the group of the units.
-
-        Args:
-            elastic: whether sites come and go.
-
-        Raises:
-            ValueError: if feedback has state that depends on who the sites are, and they come and
-                go.
-        """
+        """Make reducers for the group of the units; raise ValueError if sites come and go, and
+        feedback has state that depends on who they are."""
         self._units, self._policy, self._ops = units, policy, ops
         self._connect = BareTransport if elastic else Transport
-        self.nobody = units[0].group
-        self._make(self.nobody)
-        for reducer in self.collectives.reducers if elastic else ():
+        self._make(units[0].group)
+        for reducer in self.reducers if elastic else ():
             if reducer.owner_states:
                 raise ValueError(
                     f"unit {reducer.plan.info.label!r} has feedback with a lead, whose owners "
@@ -70,37 +73,43 @@ class SiteReducers:
                     "come and go"
                 )
 
-    def connect(self, group: dist.ProcessGroup, owed: Owed) -> Sequence[UnitReducer]:
-        """Make the reducers for this group. What this site owes stays the same."""
-        sent = [[getattr(r.counters, name) for name in _SENT] for r in self.collectives.reducers]
-        self.collectives.clear()
-        # A single site sends nothing, and keeps what it owes as between two.
-        self._make(group if group.size() > 1 else self.nobody)
-        reducers = self.collectives.reducers
-        for reducer, bytes_sent, exchanges in zip(reducers, sent, owed.exchanges, strict=True):
-            reducer.reset(exchanges)
-            for name, count in zip(_SENT, bytes_sent, strict=True):
-                setattr(reducer.counters, name, count)
-        for state, residuals in zip(self._states(), owed.residuals, strict=True):
-            for name, place, residual in state.residuals():
-                place.put(residual, residuals[name])
-        return reducers
+    @property
+    def reducers(self) -> list[UnitReducer]:
+        """The reducers, by unit."""
+        return self.collectives.reducers
 
-    def owed(self) -> Owed:
-        """A copy of what this site owes."""
-        return Owed(
-            residuals=[
-                {name: place.take(residual) for name, place, residual in state.residuals()}
-                for state in self._states()
-            ],
-            exchanges=[reducer.counters.all_steps for reducer in self.collectives.reducers],
-        )
+    def owed(self) -> list[Owed]:
+        """What this site owes, by unit."""
+        return [
+            Owed(
+                reducer.plan,
+                {start: residual.clone() for start, residual in reducer.residuals.items()},
+                reducer.counters.all_steps,
+            )
+            for reducer in self.reducers
+        ]
+
+    def restore(self, owed: Sequence[Owed], group: dist.ProcessGroup | None = None) -> None:
+        """Owe this, and start over with all other state of the codecs, as all sites do then;
+        ``group`` are the sites from now on, if they are others than before."""
+        counters = [reducer.counters for reducer in self.reducers]
+        # A single site sends nothing, and keeps what it owes as between two.
+        if group is not None and max(2, group.size()) != self.plan.units[0].peers:
+            self.collectives.clear()
+            self._make(group if group.size() > 1 else self._units[0].group)
+        for reducer, before, of_unit in zip(self.reducers, counters, owed, strict=True):
+            reducer.store.drop()
+            reducer.reset(of_unit.exchanges)
+            reducer.counters = replace(
+                before, steps=0, compressed_steps=0, earlier_steps=of_unit.exchanges
+            )
+            of_unit.put(reducer)
 
     def fold(self, group: dist.ProcessGroup) -> None:
         """Add what this site owes as the owner of slices to its own residuals. An owner owes parts
         of averages, so they count once for every site."""
         site, sites = group.rank(), group.size()
-        for reducer in self.collectives.reducers:
+        for reducer in self.reducers:
             own = reducer.residuals
             for i, residual in reducer.owner_residuals.items():
                 own[i][site].add_(residual[0], alpha=sites)
@@ -117,18 +126,16 @@ class SiteReducers:
         self.collectives: Collectives = make_collectives(
             units, self.plan, Levels([], None, {}), self._ops, None, self._connect, in_turns=True
         )
-        for reducer in self.collectives.reducers:
+        for reducer in self.reducers:
             # Sites compare marks before an exchange; headers would cost a round trip a unit.
             reducer.announces = False
 
-    def _states(self) -> list[UnitState]:
-        return [
-            UnitState(
-                direction=reducer.plan.direction,
-                reducer=reducer,
-                shard=unit.shard,
-                shards=unit.shards,
-                owners=False,
-            )
-            for unit, reducer in zip(self._units, self.collectives.reducers, strict=True)
-        ]
+
+def _in_slices(plan: UnitPlan, shard: Tensor) -> dict[int, Tensor]:
+    """Residuals as a plan has them, from those in the columns of the shard."""
+    if plan.shots is None:
+        return {s.start: shard[:, s.start : s.stop] for s in plan.segments}
+    slices = shard.new_zeros(plan.peers, plan.shots.reduce.columns)
+    slicing_of(plan).run(shard, slices)
+    pairs = zip(plan.segments, plan.shots.reduce.segments, strict=True)
+    return {whole.start: slices[:, part.start : part.stop] for whole, part in pairs}

@@ -111,13 +111,14 @@ def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: in
     site = joined(rank, world_size)
     train(site.model, site.optimizer, rank, range(2))
     owed = site.exchange._owed
-    site.exchange._ledger.doubts = {7: owed}
+    site.exchange._doubts = {7: owed}
     with patch.object(site.manager, "errored", return_value=RuntimeError("no state")):
         error = site.exchange._commit(site.exchange._begin())
     assert "could not connect to the others, or load their state" in str(error)
-    assert site.exchange._ledger.doubts == {7: owed}
+    assert site.exchange._doubts == {7: owed}
     # Nothing of the failed attempt is in the state.
-    equal(site.exchange._links.owed().residuals, site.exchange._owed.residuals)
+    for now, before in zip(site.exchange._reducers.owed(), owed, strict=True):
+        equal(now.residuals, before.residuals)
     site.exchange._heal(site.exchange._sent() | {"counted": [5, 7]})
     assert site.exchange._owed is owed
 
@@ -135,7 +136,7 @@ def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_siz
         kind, said = fails(lambda: train(site.model, site.optimizer, rank, range(3, 4)))
     assert kind == "SitesLostError"
     assert "failed 11 times. The last attempt failed: the link is down" in said
-    assert len(site.exchange._ledger.doubts) == 1
+    assert len(site.exchange._doubts) == 1
     equal(dict(enumerate(site.owed())), dict(enumerate(owed)))  # type: ignore[arg-type]
 
 
