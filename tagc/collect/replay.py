@@ -84,7 +84,7 @@ class _Call(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """An argument that is a view of a tensor that comes late.
+    """An argument that is a view of a tensor that comes late, or moves.
 
     Attributes:
         arguments, place: the arguments of a call, and which of them it is.
@@ -125,13 +125,9 @@ class Replay:
         self._by_level = transports
         self._own = own
         self._late: list[_Late] = []
+        self._scratch: list[tuple[Place, _Late]] = []
         store.declare(*program.places)
         sends = program.sends
-        sums = [s.scratch for s in sends if transports[s.level].adds_itself(store.device)]
-        for place in (*program.places, *filter(None, sums)):
-            if place.kind == "scratch":  # so that no buffer grows while others are bound
-                store.take(place)
-        self._made_for = store.workspace.generation
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
         steps, confirmed = iter(program.steps), False
@@ -146,11 +142,7 @@ class Replay:
                 with torch.inference_mode(False):
                     calls.append(self._bound(step, ops))
             self._ranges.append((name, calls))
-
-    @property
-    def stale(self) -> bool:
-        """Whether scratch buffers have moved since it was bound."""
-        return self._made_for != self._store.workspace.generation
+        self._take_scratch()
 
     def run(self, **late: Tensor) -> None:
         """Run all steps of a program whose collective is counted here.
@@ -172,6 +164,8 @@ class Replay:
         Raises:
             RuntimeError: see :meth:`run`.
         """
+        if self._made_for != self._store.workspace.generation:
+            self._take_scratch()
         for arguments, i, name, index, adapted in self._late:
             view = late[name][index] if index else late[name]
             arguments[i] = view if adapted is None else adapted(view)
@@ -203,14 +197,12 @@ class Replay:
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight
-            scratch = None
-            if step.scratch is not None and transport.adds_itself(self._store.device):
-                scratch = self._store.take(step.scratch)
+            scratch = step.scratch if transport.adds_itself(self._store.device) else None
 
-            def start(out: Tensor, inp: Tensor) -> None:
+            def start(out: Tensor, inp: Tensor, scratch: Tensor | None) -> None:
                 flights[flight] = starts(transport, step, out, inp, scratch)
 
-            for i, place in enumerate((step.out, step.inp)):
+            for i, place in enumerate((step.out, step.inp, scratch)):
                 arguments.append(self._argument(arguments, i, place, None))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight], step.turn)
@@ -225,11 +217,27 @@ class Replay:
         if place is None:
             return None
         index = place.index(self._own)
+        later = _Late(arguments, i, place.name, index, adapted)
         if place.kind == "late":
-            self._late.append(_Late(arguments, i, place.name, index, adapted))
+            self._late.append(later)
+            return None
+        if place.kind == "scratch":
+            self._scratch.append((place, later))
             return None
         view = self._store.take(place)[index]
         return view if adapted is None else adapted(view)
+
+    def _take_scratch(self) -> None:
+        """Bind to scratch buffers, also if they have moved since."""
+        take = self._store.take
+        for place, _ in self._scratch:  # so that no buffer grows while others are bound
+            take(place)
+        # Training cannot write to views that an evaluation made in inference mode.
+        with torch.inference_mode(False):
+            for place, (arguments, i, _, index, adapted) in self._scratch:
+                view = take(place)[index]
+                arguments[i] = view if adapted is None else adapted(view)
+        self._made_for = self._store.workspace.generation
 
     def _explain(self, step: Step | None, error: RuntimeError) -> None:
         """Add what failed to an error of a launch; raise one that says it for a collective."""

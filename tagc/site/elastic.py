@@ -236,8 +236,8 @@ class ElasticExchange(SiteExchange):
         names, active, *others = zip(*everyones.tolist(), strict=True)
         marks_of_sites = list(zip(*others, strict=True))
         found = Counter(marks_of_sites)
-        most = max(found, key=lambda marks: (found[marks], -marks_of_sites.index(marks)))
         if len(found) > 1:
+            most = max(found, key=lambda marks: (found[marks], -marks_of_sites.index(marks)))
             if marks_of_sites[group.rank()] != most:
                 self._members.rewind()
             raise SitesDifferError(

@@ -122,7 +122,8 @@ class Sites(Handle):
             if optimizer is last() and _counts(optimizer):
                 sites._exchange.step()
                 sites._loads.note_step()
-            sites._loads.note_writes()
+            else:
+                sites._loads.note_writes()
 
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(before_step))
@@ -273,6 +274,7 @@ class _Loads:
         Args:
             begins: whether a step or an exchange begins.
         """
+        writes = self._count_writes()
         if not self._state_loaded:
             # A site that continues from another one has its anchors from there.
             fresh = not self._trained and not self._exchange.counts.healed
@@ -280,11 +282,16 @@ class _Loads:
             before = self._before
             if fresh or (before is not None and not torch.equal(before, self._marks())):
                 self._exchange.refresh()
-            elif self._trained and before is None and self._writes != self._count_writes():
-                self._warn()
+            elif self._trained and before is None and self._writes != writes and not self._warned:
+                self._warned = True
+                warn(
+                    "tagc.sites: something other than an optimizer or load_state_dict wrote to "
+                    "parameters between two steps, which counts as this site's training. If they "
+                    "were loaded, call refresh() of the handle on all ranks of all sites"
+                )
             self._before = None
         self._trained |= begins
-        self.note_writes()
+        self._writes = writes
 
     def note_load(self) -> None:
         """Note that parameters are about to be loaded."""
@@ -310,15 +317,6 @@ class _Loads:
 
     def _count_writes(self) -> int:
         return sum(anchor.unit.writes for anchor in self._exchange.anchors)
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(
-                "tagc.sites: something other than an optimizer or load_state_dict wrote to "
-                "parameters between two steps, which counts as this site's training. If they were "
-                "loaded, call refresh() of the handle on all ranks of all sites"
-            )
 
 
 class _BeforeLoad:

@@ -109,7 +109,7 @@ class SiteReducers:
         """Add what this site owes as the owner of slices to its own residuals. An owner owes parts
         of averages, so they count once for every site."""
         site, sites = group.rank(), group.size()
-        for reducer in self.reducers:
+        for reducer in (r for r in self.reducers if r.plan.shots is not None):
             own = reducer.residuals
             for i, residual in reducer.owner_residuals.items():
                 own[i][site].add_(residual[0], alpha=sites)
