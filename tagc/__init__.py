@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tagc.groups.forward import activations, compress_activations
     from tagc.groups.mesh import dimension_options, init_device_mesh
     from tagc.handle.compressor import Compressor, compressor
-    from tagc.handle.site_handle import Sites
-    from tagc.handle.sites import sites
     from tagc.handle.wrapper import wrap
     from tagc.policy import Policy, PolicyError, policies
     from tagc.selfcheck import KernelError
+    from tagc.site.handle import Sites
+    from tagc.site.setup import sites
 
 __all__ = [
     "Compressor",
@@ -54,7 +54,7 @@ _HOMES = {
     "KernelError": "tagc.selfcheck",
     "Policy": "tagc.policy",
     "PolicyError": "tagc.policy",
-    "Sites": "tagc.handle.site_handle",
+    "Sites": "tagc.site.handle",
     "SitesLostError": "tagc.attach.torchft",
     "Sketch": "tagc.codecs.sketch.count_sketch",
     "StateError": "tagc.checkpoint",
@@ -65,7 +65,7 @@ _HOMES = {
     "explain": "tagc.costs",
     "init_device_mesh": "tagc.groups.mesh",
     "policies": "tagc.policy",
-    "sites": "tagc.handle.sites",
+    "sites": "tagc.site.setup",
     "wrap": "tagc.handle.wrapper",
 }
 

@@ -26,6 +26,7 @@ ROOMS = (
     "checkpoint",
     "costs",
     "handle",
+    "site",
     "integrations",
     "tagc",  # the package's own face
     "commands",

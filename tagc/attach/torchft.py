@@ -120,8 +120,9 @@ class TorchftSites:
                 "that takes. Start this site again: it continues from the others"
             ) from (error or failure)
 
-    def fall_behind(self, count: int = 0) -> None:
-        """Be a site that has ``count`` exchanges, and continue from one that has more."""
+    def rewind(self, count: int = 0) -> None:
+        """Count ``count`` exchanges from now on. At the next meeting this site continues from one
+        that counts more."""
         self._manager.load_state_dict({"step": count, "batches_committed": 0})
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,22 @@ from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
 from tagc.checkpoint.suffix import split_suffix
 from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.collect import SiteExchange, UnitGatherer, agree_on, gather_by_rank
+from tagc.collect import UnitGatherer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
 from tagc.collect.waiting import Waiting
 from tagc.plan import Plan
+
+
+class Clock(Protocol):
+    """Counts optimizer steps, beside the units."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for values that :meth:`state` never returns."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +60,7 @@ class State:
     reduced: Sequence[UnitState]
     gathered: Sequence[UnitGatherer]
     waiting: Sequence[Waiting] = ()
-    clock: SiteExchange | None = None
+    clock: Clock | None = None
 
     @property
     def step(self) -> int:

@@ -21,7 +21,7 @@ class UnitState:
         shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
         replica: index of the replica that this rank is in, from 0; 0 without replicas.
         shared: tensors ``[S]`` that all replicas hold alike, by kind; see
-            :attr:`tagc.collect.Anchor.shared`.
+            :attr:`tagc.site.anchor.Anchor.shared`.
         owners: whether residuals of owners of slices are part of it.
     """
 

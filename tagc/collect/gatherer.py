@@ -181,7 +181,7 @@ class UnitGatherer(ABC):
         device = self.store.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         replay = self._replays.get((stream, program))
-        if replay is None or replay.stale:
+        if replay is None:
             replay = Replay(program, self.store, self._ops, self._levels, self._lockstep, self._own)
             self._replays[stream, program] = replay
         return replay

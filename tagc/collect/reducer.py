@@ -162,7 +162,7 @@ class UnitReducer(ReducerState):
         device = self.store.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         replay = self._replays.get((stream, variant))
-        if replay is None or replay.stale:
+        if replay is None:
             if len(self._replays) >= _BOUND:
                 self._replays.clear()
             replay = self._bind(self.programs.lower(variant))

@@ -62,6 +62,12 @@ class Store:
             return self.workspace.take(place.name, place.shape, place.dtype)
         return self._tensors[place.name]
 
+    def drop(self) -> None:
+        """Forget what is in flight, after a failure. It may still write to scratch buffers, so
+        these are freed, too."""
+        self.flights.clear()
+        self.workspace.clear()
+
     def wait(self, flight: str) -> None:
         """Wait for a collective, if it is in flight."""
         work = self.flights.pop(flight, None)
@@ -79,7 +85,7 @@ class _Call(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """An argument that is a view of a tensor that comes late.
+    """An argument that is a view of a tensor that comes late, or moves.
 
     Attributes:
         arguments, place: the arguments of a call, and which of them it is.
@@ -122,17 +128,13 @@ class Replay:
         self._by_level = transports
         self._own = own
         self._late: list[_Late] = []
-        # Operators that start recorded launches on late tensors: the names of these, by number of
-        # the argument; and the tensors' addresses in the last run.
-        self._moving: list[tuple[RecordedLaunches, dict[int, str]]] = []
+        self._scratch: list[tuple[Place, _Late]] = []
+        # Operators that start recorded launches, with the names of their late tensors by number of
+        # the argument; and these tensors' addresses in the last run.
+        self._recorded: list[tuple[RecordedLaunches, dict[int, str]]] = []
         self._addresses: dict[str, int] = {}
         store.declare(*program.places)
         sends = program.sends
-        sums = [s.scratch for s in sends if transports[s.level].adds_itself(store.device)]
-        for place in (*program.places, *filter(None, sums)):
-            if place.kind == "scratch":  # so that no buffer grows while others are bound
-                store.take(place)
-        self._made_for = store.workspace.generation
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
         steps, confirmed = iter(program.steps), False
@@ -147,11 +149,7 @@ class Replay:
                 with torch.inference_mode(False):
                     calls.append(self._bound(step, ops))
             self._ranges.append((name, calls))
-
-    @property
-    def stale(self) -> bool:
-        """Whether scratch buffers have moved since it was bound."""
-        return self._made_for != self._store.workspace.generation
+        self._take_scratch()
 
     def run(self, **late: Tensor) -> None:
         """Run all steps of a program whose collective is counted here.
@@ -173,11 +171,12 @@ class Replay:
         Raises:
             RuntimeError: see :meth:`run`.
         """
+        if self._made_for != self._store.workspace.generation:
+            self._take_scratch()
         addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
         if addresses != self._addresses:
-            for recorded, names in self._moving if self._addresses else ():
-                moved = {i: addresses[n] - self._addresses[n] for i, n in names.items()}
-                recorded.move(moved)
+            for recorded, names in self._recorded if self._addresses else ():
+                recorded.move({i: addresses[n] - self._addresses[n] for i, n in names.items()})
             self._addresses = addresses
         for arguments, i, name, index, adapted, recorded in self._late:
             if recorded is None or not recorded.ready:
@@ -193,9 +192,7 @@ class Replay:
                             yield
                         call.function(*call.arguments)
         except RuntimeError as error:
-            # What is still in flight may write to its buffers whenever it likes.
-            self._store.flights.clear()
-            self._store.workspace.clear()
+            self._store.drop()
             self._explain(call and call.step, error)
             raise
         finally:
@@ -217,20 +214,17 @@ class Replay:
                 return _Call(step, function, arguments)
             late = enumerate(step.places)
             names = {i: p.name for i, p in late if p is not None and p.kind == "late"}
-            if names:
-                self._moving.append((recorded, names))
+            self._recorded.append((recorded, names))
             return _Call(step, recorded, arguments)
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight
-            scratch = None
-            if step.scratch is not None and transport.adds_itself(self._store.device):
-                scratch = self._store.take(step.scratch)
+            scratch = step.scratch if transport.adds_itself(self._store.device) else None
 
-            def start(out: Tensor, inp: Tensor) -> None:
+            def start(out: Tensor, inp: Tensor, scratch: Tensor | None) -> None:
                 flights[flight] = starts(transport, step, out, inp, scratch)
 
-            for i, place in enumerate((step.out, step.inp)):
+            for i, place in enumerate((step.out, step.inp, scratch)):
                 arguments.append(self._argument(arguments, i, place))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight], step.turn)
@@ -246,11 +240,29 @@ class Replay:
         if place is None:
             return None
         index = place.index(self._own)
+        later = _Late(arguments, i, place.name, index, adapted, recorded)
         if place.kind == "late":
-            self._late.append(_Late(arguments, i, place.name, index, adapted, recorded))
+            self._late.append(later)
+            return None
+        if place.kind == "scratch":
+            self._scratch.append((place, later))
             return None
         view = self._store.take(place)[index]
         return view if adapted is None else adapted(view)
+
+    def _take_scratch(self) -> None:
+        """Bind to scratch buffers, also if they have moved since."""
+        take = self._store.take
+        for place, _ in self._scratch:  # so that no buffer grows while others are bound
+            take(place)
+        # Training cannot write to views that an evaluation made in inference mode.
+        with torch.inference_mode(False):
+            for place, (arguments, i, _, index, adapted, _) in self._scratch:
+                view = take(place)[index]
+                arguments[i] = view if adapted is None else adapted(view)
+        for recorded, _ in self._recorded:
+            recorded.ready = False
+        self._made_for = self._store.workspace.generation
 
     def _explain(self, step: Step | None, error: RuntimeError) -> None:
         """Add what failed to an error of a launch; raise one that says it for a collective."""

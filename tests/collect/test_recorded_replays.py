@@ -50,7 +50,8 @@ class ByAddress:
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
-def replayed(ops: Ops, grads: list[Tensor]) -> list[Tensor]:
+def replayed(ops: Ops, grads: list[Tensor], *, grows: int = -1) -> list[Tensor]:
+    """Results; before the gradient number ``grows``, another unit takes more scratch."""
     rows, words = 2, LAYOUT.words
     inp = Place("inp", (rows, 80), torch.float32, "late")
     out = Place("out", (rows, 80), torch.float32, "late")
@@ -66,7 +67,9 @@ def replayed(ops: Ops, grads: list[Tensor]) -> list[Tensor]:
     store = Store(CPU, Workspace(CPU))
     replay = Replay(program, store, ops, {}, Lockstep("gradients", "unit", CPU), 0)
     found = []
-    for grad in grads:
+    for i, grad in enumerate(grads):
+        if i == grows:
+            store.workspace.take("message", (rows, 2 * words), torch.int32).fill_(-1)
         late = {"inp": grad.clone(), "out": torch.zeros(rows, 80)}
         found.append(late)  # so that no two have the same address
         for _ in replay.running(**late):
@@ -88,11 +91,14 @@ def test_late_tensors_that_move() -> None:
         recorded=recorded,
     )
     grads = [torch.randn(2, 80) for _ in range(4)]
-    for one, other in zip(
-        replayed(cast(Ops, recording), grads), replayed(cast(Ops, reference), grads), strict=True
-    ):
+    expected = replayed(cast(Ops, reference), grads)
+    for one, other in zip(replayed(cast(Ops, recording), grads), expected, strict=True):
         assert torch.equal(one, other)
     assert [x.records for x in made] == [1, 1]
+    made.clear()
+    found = replayed(cast(Ops, recording), grads, grows=2)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert [x.records for x in made] == [2, 2]
 
 
 @pytest.mark.parametrize("fails", ["first", "later"])

@@ -73,7 +73,7 @@ class ElasticSite:
         """Join, with nothing kept."""
         self.model, _, _ = inside(self.kind, self.rank, self.world_size)
         self.optimizer = adam(self.model)
-        with patch("tagc.handle.elastic_exchange.ElasticExchange.join"):
+        with patch("tagc.site.elastic.ElasticExchange.join"):
             self.handle = tagc.sites(self.model, self.optimizer, self.rules, sites=self.manager)
         self.exchange: Any = self.handle.exchange_state
         self.lost = self.lost or [torch.zeros_like(unit) for unit in self.owed()]
@@ -82,21 +82,12 @@ class ElasticSite:
 
     def owed(self) -> list[Tensor]:
         """What this rank owes, by unit, in the columns of its buffer; float64."""
-        found = []
-        owed = self.exchange._links.owed().residuals
-        for anchor, residuals in zip(self.exchange.anchors, owed, strict=True):
-            unit = torch.zeros(anchor.values.numel(), dtype=torch.float64)
-            params = anchor.reducer.plan.info.params
-            for param, place in zip(params, unit.split([p.columns for p in params]), strict=True):
-                for name, residual in residuals.items():
-                    if f".{param.name}.shard_" in name:
-                        place[: residual.numel()] += residual.flatten().double()
-            found.append(unit)
-        return found
+        return [owed.in_shard()[0].double() for owed in self.exchange._reducers.owed()]
 
     def _watch(self) -> None:
         exchange, manager = self.exchange, self.manager
-        average, wait, finish = exchange._average, exchange._wait_for_all, exchange._finish
+        compare, average = exchange._compare_with, exchange._average
+        wait, finish = exchange._wait_for_all, exchange._finish
         vote = ScriptedManager.should_commit
         taken: dict[int, Tensor] = {}
 
@@ -110,9 +101,13 @@ class ElasticSite:
 
             anchor.take_change = noted
 
-        def averaged(group: Any) -> int:
+        def compared(group: Any) -> tuple[int, int]:
+            self.name, trained = compare(group)
+            return self.name, trained
+
+        def averaged(group: Any, trained: int) -> None:
             changes = {i: taken.pop(i) for i in list(taken)}
-            self.name = average(group)
+            average(group, trained)
             nothing = [torch.zeros_like(a.values, dtype=torch.float64) for a in exchange.anchors]
             pairs = list(enumerate(zip(exchange.anchors, nothing, strict=True)))
             self.came_in[self.name] = [changes.get(i, n) for i, (_, n) in pairs]
@@ -120,7 +115,6 @@ class ElasticSite:
             self.averages[self.name] = exchange._active, given
             if manager.fails("averages"):
                 raise RuntimeError("a site died")
-            return self.name
 
         def waited(group: Any) -> None:
             wait(group)
@@ -140,7 +134,8 @@ class ElasticSite:
             marks = [n for a in exchange.anchors for n in fingerprint(a.values).tolist()]
             self.marks[manager.now] = [exchange._after, *marks]
 
-        exchange._average, exchange._wait_for_all, exchange._finish = averaged, waited, finished
+        exchange._compare_with, exchange._average = compared, averaged
+        exchange._wait_for_all, exchange._finish = waited, finished
         manager.should_commit = voted
 
 

@@ -67,7 +67,7 @@ def main() -> None:
 
 def watch(exchange: Any, manager: Any, log: Path) -> None:
     """Write a line after each exchange."""
-    begin, average, finish = exchange._begin, exchange._average, exchange._finish
+    begin, compare, finish = exchange._begin, exchange._compare_with, exchange._finish
     sums: dict[str, Any] = {}
 
     def begun(delay: int = 0) -> Any:
@@ -76,10 +76,10 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
         sums["seconds"] = time.monotonic() - began
         return attempt
 
-    def averaged(group: Any) -> int:
-        name = average(group)
-        sums["name"], sums["sites"] = name, group.size()
-        return name
+    def compared(group: Any) -> tuple[int, int]:
+        sums["name"], trained = compare(group)
+        sums["sites"] = group.size()
+        return sums["name"], trained
 
     for anchor in exchange.anchors:
 
@@ -102,19 +102,19 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
             "active": exchange._active,
             "marks": [n for a in exchange.anchors for n in a.mark().tolist()],
             "owed_before": owed(exchange._owed),
-            "owed_after": owed(exchange._links.owed()),
-            "failed": exchange.waits.failed,
-            "healed": exchange.waits.healed,
+            "owed_after": owed(exchange._reducers.owed()),
+            "failed": exchange.counts.failed,
+            "healed": exchange.counts.healed,
             "seconds": before + time.monotonic() - began,
         }
         with log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    exchange._begin, exchange._average, exchange._finish = begun, averaged, finished
+    exchange._begin, exchange._compare_with, exchange._finish = begun, compared, finished
 
 
 def owed(found: Any) -> float:
-    return sum(total(residual) for unit in found.residuals for residual in unit.values())
+    return sum(total(residual) for unit in found for residual in unit.residuals.values())
 
 
 def total(values: torch.Tensor) -> float:

@@ -31,12 +31,11 @@ from tagc.policy.roles import clean_name
 
 @dataclass(frozen=True, kw_only=True)
 class SiteUnit(Unit):
-    """One unit of a model that is exchanged between sites.
+    """One unit of a model that is exchanged between sites: ``info`` is the all-reduce of this
+    rank's shard ``[S]``, in float32, over the ranks ``group`` with this shard in all sites.
 
     Attributes:
-        info: the all-reduce between sites of this rank's shard ``[S]``, in float32.
-        group: the ranks with this shard in all sites.
-        inner: the other ranks of the site that hold shards of it; None on one device.
+        inner: the ranks of the site that hold shards of it; None on one device.
         whole: whether these ranks hold the whole unit, not only their shard.
     """
 
@@ -63,21 +62,16 @@ class SiteUnit(Unit):
         params = self.trainable()
         return params + self._params.gathered() if isinstance(self._params, FSDP2Unit) else params
 
-    def restore(self) -> None:
-        """See :meth:`Unit.restore`: nothing was replaced."""
-
     @torch.no_grad()
-    def read(self, out: Tensor) -> None:
-        """Copy this rank's shard to ``out`` ``[S]``, with zeros as padding."""
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """Copy this rank's shard to ``out`` ``[S]``, by default a new tensor in float32, with zeros
+        as padding."""
+        if out is None:
+            columns = sum(param.columns for param in self.info.params)
+            out = torch.empty(columns, dtype=torch.float32, device=self.device)
         out.zero_()
         for local, place in zip(self._rows(self.shard), self._split(out), strict=True):
             place[: local.numel()].copy_(local.reshape(-1))
-
-    def shard_values(self) -> Tensor:
-        """A copy of this rank's shard, ``[S]`` float32."""
-        columns = sum(param.columns for param in self.info.params)
-        out = torch.empty(columns, dtype=torch.float32, device=self.device)
-        self.read(out)
         return out
 
     @property
@@ -87,7 +81,7 @@ class SiteUnit(Unit):
         return sum(local._version for local in self._rows(self.shard))
 
     @torch.no_grad()
-    def spoiled(self) -> Tensor:
+    def not_finite(self) -> Tensor:
         """The number, from 1, of a parameter of ``info`` that has a NaN or an infinity in this
         rank's shard; 0 if none has. int64 ``[]``; the host does not wait for it."""
         rows = [(i, row) for i, row in enumerate(self._rows(self.shard), 1) if row.numel()]
@@ -102,17 +96,14 @@ class SiteUnit(Unit):
     def write(self, values: Tensor) -> None:
         """Replace this rank's shard by ``values`` ``[S]``. If ranks of the site hold the whole
         unit, they gather all shards: they call it together."""
-        if not self.whole or self.inner is None:
-            self._put(self.shard, values)
-            return
-        rows = values.new_empty(self.shards, values.numel())
-        Transport(self.inner).all_gather(rows.view(-1), values).wait()
-        for shard, row in enumerate(rows):
-            self._put(shard, row)
-
-    def _put(self, shard: int, values: Tensor) -> None:
-        for local, place in zip(self._rows(shard), self._split(values), strict=True):
-            local.copy_(place[: local.numel()].view(local.shape))
+        shards = {self.shard: values}
+        if self.whole and self.inner is not None:
+            rows = values.new_empty(self.shards, values.numel())
+            Transport(self.inner).all_gather(rows.view(-1), values).wait()
+            shards = dict(enumerate(rows))
+        for shard, of_shard in shards.items():
+            for local, place in zip(self._rows(shard), self._split(of_shard), strict=True):
+                local.copy_(place[: local.numel()].view(local.shape))
 
     def _split(self, values: Tensor) -> Sequence[Tensor]:
         return values.split([param.columns for param in self.info.params])
@@ -122,13 +113,9 @@ class SiteUnit(Unit):
         params = [param.detach() for param in self.trainable()]
         if not self.whole:
             return [p.to_local() if isinstance(p, DTensor) else p for p in params]
-        found = []
-        for param in params:
-            rows = param.view(1) if param.ndim == 0 else param
-            size = -(-rows.shape[0] // self.shards)
-            first = min(shard * size, rows.shape[0])
-            found.append(rows[first : first + size])
-        return found
+        rows = [param.view(1) if param.ndim == 0 else param for param in params]
+        sizes = [-(-len(param) // self.shards) for param in rows]
+        return [r[shard * size : (shard + 1) * size] for r, size in zip(rows, sizes, strict=True)]
 
 
 def site_units(
@@ -144,9 +131,6 @@ def site_units(
             are those of two sites then, with a group that sends nothing.
         fragments: how many parts the units are to be divided into.
         wrapped: the units of a model that ``tagc.wrap`` has wrapped; None if it is not.
-
-    Raises:
-        ValueError: if the model is held in a way that sites do not support.
     """
     group: Any = counterparts or SilentGroup(2)
     integration = integration_of(model) if any(i.shards(model) for i in INTEGRATIONS) else None
@@ -168,15 +152,11 @@ def site_units(
     if counterparts is not None:
         for unit in units:
             _check_apart(unit)
-    return units, _told(units, "one device" if integration is None else integration.name)
+    return units, _description(units, "one device" if integration is None else integration.name)
 
 
 def check_trainable(model: nn.Module, units: Sequence[SiteUnit]) -> None:
-    """Refuse a model with trainable parameters that are not exchanged.
-
-    Raises:
-        ValueError: if there are any.
-    """
+    """Raise ValueError for trainable parameters that are not exchanged."""
     held = {id(param) for unit in units for param in unit.held()}
     new = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if new:
@@ -245,30 +225,24 @@ def _plain_params(model: nn.Module) -> list[Named]:
 
 def _check_apart(unit: SiteUnit) -> None:
     """Refuse sites that share a model inside: their parameters would be mixed up."""
-    if unit.inner is None:
-        return
-    inside = set(dist.get_process_group_ranks(unit.inner))
-    if len(inside & set(dist.get_process_group_ranks(unit.group))) > 1:
+    inside = () if unit.inner is None else dist.get_process_group_ranks(unit.inner)
+    if len({*inside} & {*dist.get_process_group_ranks(unit.group)}) > 1:
         raise ValueError(
             f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... says "
             "are in different sites: use the dimension of the mesh inside a site only"
         )
 
 
-def _told(units: Sequence[SiteUnit], integration: str) -> str:
+def _description(units: Sequence[SiteUnit], integration: str) -> str:
     numel = sum(param.columns for unit in units for param in unit.info.params)
-    said = [(p.name, p.shape, p.columns, p.local) for unit in units for p in unit.info.params]
+    params = [(p.name, p.shape, p.columns, p.local) for unit in units for p in unit.info.params]
     shards = f" in {units[0].shards} shards" if units[0].shards > 1 else ""
-    digest = f"{zlib.crc32(repr(said).encode()):08x}"
+    digest = f"{zlib.crc32(repr(params).encode()):08x}"
     return f"{integration}{shards}: {len(units)} units, {numel} elements a rank ({digest})"
 
 
 class OwnGroup:
-    """A new group of the ranks of another one, for exchanges that run while training uses that.
-
-    Attributes:
-        group: the new group.
-    """
+    """A new group of the ranks of another one, for exchanges that run while training uses that."""
 
     def __init__(
         self, group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device

@@ -12,21 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.codecs.state import MAX_COUNT
-from tagc.collect.anchor import Anchor
-from tagc.collect.transport import Transport, failing_in
-from tagc.collect.turns import in_turns
+from tagc.collect import Transport, in_turns
+from tagc.collect.transport import failing_in
 from tagc.plan import fragments_of
 from tagc.policy.sites import SitesConfig
+from tagc.site.anchor import Anchor
 
+# Why sites compare anchors: before the first step, for an exchange that is due, or for one that the
+# program asks for.
 _FIRST, _DUE, _LAST = range(3)
-"""Why sites compare anchors: before the first step, for an exchange that is due, or for one that
-the program asks for."""
 _REMEDY = (
     "All sites must begin with the same parameters, and load what was saved together: give every "
     "site the same checkpoint, then call tagc.sites again"
 )
-
-
 _STEPS_REMEDY = (
     "Did a site skip an optimizer step, as loss scalers do? Let all sites take as many steps "
     "(metrics().steps counts those that count) before they call exchange() or end"
@@ -43,16 +41,8 @@ class SitesDifferError(RuntimeError):
 
 
 @dataclass
-class Waits:
-    """Counts of what training waited for and of what went wrong, of this rank.
-
-    Attributes:
-        exchanges: exchanges of a fragment that were applied.
-        waited: those that training waited for.
-        seconds: how long it waited.
-        failed: attempts to exchange that did not count; only if sites come and go.
-        healed: how often this site continued from another one; only if sites come and go.
-    """
+class ExchangeCounts:
+    """Counts of one rank; see :class:`tagc.site.handle.SiteMetrics`."""
 
     exchanges: int = 0
     waited: int = 0
@@ -63,15 +53,22 @@ class Waits:
 
 @dataclass
 class Flight:
-    """An exchange of one fragment that may run while training goes on.
+    """An exchange that may run while training goes on.
 
     Attributes:
+        fragments: what is exchanged.
         landing: the optimizer step after which its averages are applied.
+        loaded: whether the averages come from a checkpoint.
+        name: the exchange's name, the same in all sites, from when this site has its averages; 0
+            before; only if sites come and go.
         check: raises if anchors differ; called when it is done.
         error: what it raised.
     """
 
+    fragments: Sequence[int]
     landing: int
+    loaded: bool = False
+    name: int = 0
     check: Callable[[], None] = lambda: None
     thread: threading.Thread | None = None
     event: torch.cuda.Event | None = None
@@ -83,6 +80,11 @@ class Flight:
         if self.thread is not None and self.thread.is_alive():
             return False
         return self.event is None or self.event.query()
+
+    @property
+    def has_no_averages(self) -> bool:
+        """Whether it failed before this site had them."""
+        return bool(self.error) and not self.name
 
     def start(self, work: Callable[[], None]) -> None:
         """Do this in a thread."""
@@ -99,11 +101,7 @@ class Flight:
             self.event.synchronize()
 
     def wait(self) -> None:
-        """Wait for it.
-
-        Raises:
-            Exception: what it raised.
-        """
+        """Wait until it has ended, and raise what it raised."""
         self.join()
         if self.error:
             raise self.error[0]
@@ -115,8 +113,9 @@ class SiteExchange:
 
     Attributes:
         elastic: whether sites come and go.
+        anchors: the units.
         steps: optimizer steps so far.
-        waits: what training waited for.
+        counts: counts of exchanges.
     """
 
     elastic = False
@@ -132,22 +131,19 @@ class SiteExchange:
         """Start with no steps.
 
         Args:
-            group: this rank's counterparts in all sites, if they stay the same. With a delay
-                nothing else may use it.
+            group: this rank's counterparts in all sites, if they stay the same.
             inside: the groups that connect the ranks of this site.
             check: raises ValueError if the parameters are not those of the anchors any more.
         """
-        self._config, self._group = config, group
-        self._inside, self._check = inside, check
         self.anchors = anchors
-        infos = [anchor.reducer.plan.info for anchor in anchors]
-        parts = fragments_of(infos, config.fragments)
-        self._fragments = [[anchors[i] for i in part] for part in parts]
-        self._flights: dict[int, Flight] = {}
+        self._config, self._group, self._inside, self._check = config, group, inside, check
+        self._fragments = fragments_of([anchor.unit.info for anchor in anchors], config.fragments)
+        # Less delay than the steps between two exchanges: there is one in flight at most.
+        self._flight: Flight | None = None
         self._compared = False
         device = anchors[0].values.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.steps, self.waits = 0, Waits()
+        self.steps, self.counts = 0, ExchangeCounts()
 
     @property
     def sites(self) -> int:
@@ -155,60 +151,56 @@ class SiteExchange:
         return 0 if self._group is None else self._group.size()
 
     def step(self) -> None:
-        """Note an optimizer step: apply the averages that are due, start the exchanges that are.
-
-        Raises:
-            SitesDifferError: if the anchors of the sites differ, or the sites are at different
-                exchanges.
-        """
+        """Note an optimizer step: apply the averages that are due, start the exchanges that are."""
         if not self._compared:
             self._compared = True
-            self._compare(_FIRST, self.steps, self._refusals(self.anchors))()
+            every = range(len(self.anchors))
+            self._compare(_FIRST, self.steps, every, self._refusals(every))()
         self.steps += 1
-        for i, flight in list(self._flights.items()):
-            if flight.landing <= self.steps:
-                self._land(i)
-        for i in self._due():
-            self._start(i, delay=0 if self._together else self._config.delay)
+        due = self._due()
+        # A flight that was loaded may be in the way of what is due.
+        if self._flight is not None and (due or self._flight.landing <= self.steps):
+            self._land()
+        for i in due:
+            if self._config.delay and not self._together:
+                self._start(i)
+            else:
+                self._exchange(i, _DUE)
 
     def exchange_all(self) -> None:
         """Exchange all units now, and apply the averages; what is in flight comes first."""
         self._compared = True
-        for i in list(self._flights):
-            self._land(i)
-        for i in self._places:
-            self._start(i, delay=0, why=_LAST)
+        if self._flight is not None:
+            self._land()
+        for i in range(len(self._fragments)):
+            self._exchange(i, _LAST)
 
     def settle(self) -> None:
         """Wait for what is in flight, without applying it."""
-        for flight in self._flights.values():
-            flight.wait()
+        if self._flight is not None:
+            self._flight.wait()
 
     def release(self) -> None:
-        """Wait for what is in flight, and drop it, also if it failed.
-
-        Raises:
-            Exception: what it raised.
-        """
-        try:
-            for flight in self._flights.values():
-                flight.join()  # all of them, before one raises
-            self.settle()
-        finally:
-            self._flights.clear()
+        """Wait for what is in flight, and drop it, also if it failed: then raise the error."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
 
     def refresh(self) -> None:
         """Start again from the parameters as they are. What is in flight is waited for, and dropped
         with outer momentum and residuals; the count of steps stays."""
         self.settle()
-        self._flights.clear()
+        self._flight = None
         for anchor in self.anchors:
             anchor.restart()
 
     def state(self) -> dict[str, Tensor]:
         """Optimizer steps, and the step at which each fragment in flight is applied, or -1."""
-        landings = [f.landing if (f := self._flights.get(i)) else -1 for i in self._places]
-        numbers = [self.steps, *landings]
+        numbers = [self.steps, *[-1] * len(self._fragments)]
+        flight = self._flight
+        if flight is not None and not flight.has_no_averages:
+            for i in flight.fragments:
+                numbers[1 + i] = flight.landing
         return {"steps": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -221,8 +213,8 @@ class SiteExchange:
             )
         if not 0 <= steps <= MAX_COUNT:
             raise ValueError("the count of optimizer steps is negative, or too large")
-        latest = steps + self._config.delay
-        if any(landing != -1 and not steps < landing <= latest for landing in landings):
+        latest, found = steps + self._config.delay, {*landings} - {-1}
+        if len(found) > 1 or any(not steps < landing <= latest for landing in found):
             raise ValueError("an average waits for a step at which none is applied")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -230,12 +222,8 @@ class SiteExchange:
         self.settle()
         self._compared = False
         self.steps, *landings = state["steps"].tolist()
-        found = zip(self._places, landings, strict=True)
-        self._flights = {i: Flight(landing) for i, landing in found if landing != -1}
-
-    @property
-    def _places(self) -> range:
-        return range(len(self._fragments))
+        flying = [i for i, landing in enumerate(landings) if landing != -1]
+        self._flight = Flight(flying, max(landings), loaded=True) if flying else None
 
     @property
     def _together(self) -> bool:
@@ -244,32 +232,20 @@ class SiteExchange:
 
     def _due(self) -> list[int]:
         """The fragments to exchange after this step."""
-        if self._together:
-            return list(self._places)
         every, parts = self._config.every, len(self._fragments)
-        return [i for i in self._places if self.steps % every == (i + 1) * every // parts % every]
+        if self._together:
+            return list(range(parts))
+        return [i for i in range(parts) if self.steps % every == (i + 1) * every // parts % every]
 
-    def _start(self, i: int, delay: int, why: int = _DUE) -> None:
-        fragment = self._fragments[i]
-        if not delay:
-            began = time.perf_counter()
-            self._compare(why, self.steps, self._refusals(fragment), i)()
-            in_turns((anchor.size, self._exchanging(anchor)) for anchor in fragment)
-            self._count(time.perf_counter() - began)
-            return
-        refusals = self._refusals(fragment)  # here, as training uses the groups inside the site
-        for anchor in fragment:
-            anchor.take_change()
-        flight = self._flights[i] = Flight(self.steps + delay)
-        if self._stream is None:
-            after = self.steps  # training goes on
-            flight.start(lambda: self._fly(i, flight, after, refusals))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._fly(i, flight, self.steps, refusals)
-            flight.event = torch.cuda.Event()
-            flight.event.record(self._stream)
+    def _anchors_of(self, *fragments: int) -> list[Anchor]:
+        return [self.anchors[i] for fragment in fragments for i in self._fragments[fragment]]
+
+    def _exchange(self, i: int, why: int) -> None:
+        """Exchange a fragment, while training waits."""
+        began, due = time.perf_counter(), self._fragments[i]
+        self._compare(why, self.steps, due, self._refusals(due), i)()
+        in_turns((a.values.numel(), self._exchanging(a)) for a in self._anchors_of(i))
+        self._count(1, time.perf_counter() - began)
 
     def _exchanging(self, anchor: Anchor) -> Iterator[None]:
         # The change is taken only now, because changes of all units would need much memory.
@@ -277,77 +253,88 @@ class SiteExchange:
         yield from anchor.exchanging()
         anchor.apply(mean=self._together)
 
+    def _start(self, i: int) -> None:
+        """Exchange a fragment, while training goes on."""
+        refusals = self._refusals(self._fragments[i])  # training uses the groups inside, too
+        for anchor in self._anchors_of(i):
+            anchor.take_change()
+        flight = self._flight = Flight([i], self.steps + self._config.delay)
+        after = self.steps  # training goes on
+        if self._stream is None:
+            flight.start(lambda: self._fly(i, flight, after, refusals))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._fly(i, flight, after, refusals)
+            flight.event = torch.cuda.Event()
+            flight.event.record(self._stream)
+
     def _fly(self, i: int, flight: Flight, after: int, refusals: Refusals) -> None:
         try:
-            flight.check = self._compare(_DUE, after, refusals, i)
+            flight.check = self._compare(_DUE, after, self._fragments[i], refusals, i)
             if self._stream is None:
                 flight.check()  # before it sends messages that the other sites do not expect
-            in_turns((anchor.size, anchor.exchanging()) for anchor in self._fragments[i])
+            in_turns((a.values.numel(), a.exchanging()) for a in self._anchors_of(i))
         except BaseException as error:
             flight.error.append(error)
 
-    def _land(self, i: int) -> None:
-        flight = self._flights.pop(i)
+    def _land(self) -> None:
+        """Apply the averages in flight."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
         late, began = not flight.done, time.perf_counter()
+        anchors = self._anchors_of(*flight.fragments)
         try:
             flight.wait()
         except BaseException:
-            for anchor in self._fragments[i]:
+            for anchor in anchors:
                 anchor.drop_change()
             raise
-        self._count(time.perf_counter() - began if late else None)
-        for anchor in self._fragments[i]:
+        self._count(len(flight.fragments), time.perf_counter() - began if late else None)
+        for anchor in anchors:
             anchor.apply()
 
-    def _count(self, seconds: float | None) -> None:
-        self.waits.exchanges += 1
+    def _count(self, exchanges: int, seconds: float | None) -> None:
+        """Count exchanges of fragments, and how long training waited for them, if it did."""
+        self.counts.exchanges += exchanges
         if seconds is not None:
-            self.waits.waited += 1
-            self.waits.seconds += seconds
+            self.counts.waited += exchanges
+            self.counts.seconds += seconds
 
-    def _refusals(self, anchors: Sequence[Anchor]) -> Refusals:
-        """Why this site must not exchange, the same on all its ranks."""
+    def _refusals(self, due: Sequence[int]) -> Refusals:
+        """Why this site must not exchange these anchors, the same on all its ranks."""
         error = None
+        why = torch.stack([self.anchors[i].unit.not_finite() for i in due])
         try:
             self._check()
         except ValueError as found:
             error = found
-        why = torch.stack([anchor.spoiled() for anchor in anchors])
-        if error is not None:
             why.fill_(_REFUSED)
         for group in self._inside:
             with failing_in("comparing the ranks of a site", group):
                 Transport(group).all_reduce(why, dist.ReduceOp.MAX).wait()
         return why, error
 
-    def _compare(self, why: int, after: int, refusals: Refusals, i: int = -1) -> Callable[[], None]:
-        """Send all sites what this one is about to exchange, and the marks of the anchors in it.
-        The returned function compares them.
+    def _compare(
+        self, why: int, after: int, due: Sequence[int], refusals: Refusals, fragment: int = -1
+    ) -> Callable[[], None]:
+        """Send all sites what this one is about to exchange after how many steps, and the marks and
+        refusals of the anchors that are due. The returned function compares them.
 
         The message has the same size whatever is exchanged: sites at different exchanges must get
         an error, not wait for each other.
-
-        Args:
-            after: optimizer steps so far.
-            refusals: of the anchors of the fragment.
-            i: the fragment; -1 for all.
         """
         assert self._group is not None
         transport, (refused, error) = Transport(self._group), refusals
-        due = self.anchors if i == -1 else self._fragments[i]
         # Sites that skipped steps may compare at first, and exchange at last, after fewer.
-        told = [why, i, after if why == _DUE else -1, after]
-        mine = self.anchors[0].values.new_zeros(
-            len(told) + 4 * len(self.anchors), dtype=torch.int64
-        )
-        for place, number in zip(mine, told, strict=False):
+        numbers = [why, fragment, after if why == _DUE else -1, after]
+        mine = refused.new_zeros(len(numbers) + 4 * len(self.anchors))
+        for place, number in zip(mine, numbers, strict=False):
             place.fill_(number)
-        places = {
-            id(a): p for a, p in zip(self.anchors, mine[len(told) :].view(-1, 4), strict=True)
-        }
-        for anchor, number in zip(due, refused, strict=True):
-            places[id(anchor)][:3].copy_(anchor.mark())
-            places[id(anchor)][3].copy_(number)
+        places = mine[len(numbers) :].view(-1, 4)
+        for i, number in zip(due, refused, strict=True):
+            places[i, :3].copy_(self.anchors[i].mark())
+            places[i, 3].copy_(number)
         everyones = mine.new_empty(transport.size, mine.numel())
         with failing_in("comparing the anchors of sites", self._group):
             transport.gather(everyones, mine.view(1, -1)).wait()
@@ -355,7 +342,10 @@ class SiteExchange:
 
         def check() -> None:
             arrived()
-            at, marks = everyones[:, : len(told)], everyones[:, len(told) :].unflatten(1, (-1, 4))
+            at, marks = (
+                everyones[:, : len(numbers)],
+                everyones[:, len(numbers) :].unflatten(1, (-1, 4)),
+            )
             here = transport.rank
             raise_refusal(self.anchors, marks[:, :, -1], error)
             for site in (at[:, :-1] != at[here, :-1]).any(1).nonzero().flatten().tolist()[:1]:
@@ -366,8 +356,8 @@ class SiteExchange:
             for site, place in (marks != marks[here]).any(2).nonzero().tolist()[:1]:
                 raise SitesDifferError(
                     f"tagc: the anchor of unit {self.anchors[place].label!r} in site {here} "
-                    f"({_spelled(marks[here, place])}) differs from that in site {site} "
-                    f"({_spelled(marks[site, place])}). {_REMEDY}"
+                    f"({_in_words(marks[here, place])}) differs from that in site {site} "
+                    f"({_in_words(marks[site, place])}). {_REMEDY}"
                 )
 
         return check
@@ -383,19 +373,15 @@ class SiteExchange:
 
 
 def raise_refusal(anchors: Sequence[Anchor], why: Tensor, error: ValueError | None) -> None:
-    """Raise if any site must not exchange, on all ranks of all sites.
-
-    Args:
-        why: ``[sites, anchors]``, of :data:`Refusals`, on the host.
-        error: this rank's own.
-    """
+    """Raise if any site must not exchange, on all ranks of all sites. ``why`` is on the host,
+    ``[sites, anchors]`` of :data:`Refusals`; ``error`` is this rank's own."""
     if error is not None:
         raise error
     for site, i in why.nonzero().tolist()[:1]:
         number, where = int(why[site, i]), "this site" if len(why) == 1 else f"site {site}"
         if number == _REFUSED:
             raise RuntimeError(f"tagc: a rank of {where} refuses to exchange: look for its error")
-        name = anchors[i].reducer.plan.info.params[number - 1].name
+        name = anchors[i].unit.info.params[number - 1].name
         raise FloatingPointError(
             f"tagc: parameter {name!r} in {where} has a NaN or an infinity. Nothing was exchanged, "
             "and all anchors are as they were. Load a checkpoint on all sites, with the state of "
@@ -413,6 +399,6 @@ def _on_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
     return copy, copied.synchronize
 
 
-def _spelled(mark: Tensor) -> str:
+def _in_words(mark: Tensor) -> str:
     count, *sums, _ = mark.tolist()
     return f"after {count} exchanges, fingerprint {sums[0] % 2**32:08x}"

@@ -164,6 +164,6 @@ def test_other_writes(rank: int, world_size: int) -> None:
     train(model, optimizer, rank, range(3, 4))  # warnings are errors
     write(model)
     handle.refresh()
-    exact = {unit.info.name: unit.shard_values() for unit in handle._units}
+    exact = {anchor.label: anchor.unit.read() for anchor in handle.exchange_state.anchors}
     equal(anchors_of(handle), exact)
     train(model, optimizer, rank, range(4, 6))

@@ -30,116 +30,102 @@ def wide() -> nn.Module:
     return nn.Linear(40, 40)
 
 
+def start(model: Any = None, optimizer: Any = None, rules: Any = None, sites: Any = None) -> Any:
+    """``tagc.sites`` of a model, by default a small one on one device."""
+    model = net() if model is None else model
+    optimizer = adam(model) if optimizer is None else optimizer
+    return tagc.sites(model, optimizer, policy() if rules is None else rules, sites=sites)
+
+
 def alone(rank: int) -> Any:
     """A group of this rank."""
     return [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
 
 
-def optimizer_of_something_else(rank: int) -> Any:
-    return tagc.sites(net(), adam(wide()), policy())
-
-
 def one_parameter_less(rank: int) -> Any:
     model = net()
-    return tagc.sites(model, torch.optim.SGD([*model.parameters()][1:], lr=1.0), policy())
+    return start(model, torch.optim.SGD([*model.parameters()][1:], lr=1.0))
 
 
 def twice(rank: int) -> Any:
     model = net()
-    optimizer = adam(model)
-    tagc.sites(model, optimizer, policy())
-    return tagc.sites(model, optimizer, policy())
-
-
-def no_optimizer(rank: int) -> Any:
-    return tagc.sites(net(), [], policy())
-
-
-def other_shapes(rank: int) -> Any:
-    model = wide() if rank else net()
-    return tagc.sites(model, adam(model), policy())
-
-
-def other_policies(rank: int) -> Any:
-    model = net()
-    return tagc.sites(model, adam(model), policy(every=2 + rank))
-
-
-def without_section(rank: int) -> Any:
-    model = net()
-    return tagc.sites(model, adam(model), "loco-4bit")
-
-
-def a_single_site(rank: int) -> Any:
-    model, group = net(), alone(rank)
-    return tagc.sites(model, adam(model), policy(), sites=group)
-
-
-def sharded_over_sites(rank: int) -> Any:
-    model = sharded()
-    return tagc.sites(model, adam(model), policy(), sites=dist.group.WORLD)
-
-
-def ddp_over_sites(rank: int) -> Any:
-    model = DistributedDataParallel(net())
-    return tagc.sites(model, adam(model), policy())
+    start(model)
+    return start(model)
 
 
 def fsdp1(rank: int) -> Any:
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
-    return tagc.sites(model, adam(model), policy(), sites=dist.group.WORLD)
-
-
-def too_many_fragments(rank: int) -> Any:
-    model = net()
-    return tagc.sites(model, adam(model), policy(every=90, fragments=80))
+    return start(model, sites=dist.group.WORLD)
 
 
 def switched_off(rank: int) -> Any:
-    model = net()
     with patch.dict("os.environ", TAGC_DISABLE="1"):
-        return tagc.sites(model, adam(model), policy())
-
-
-def nothing_compressed(rank: int) -> Any:
-    model = net()
-    rule = FOUR_BITS | {"when": {"name": "no such parameter"}}
-    return tagc.sites(model, adam(model), policy(rule))
+        return start()
 
 
 def nothing_trained(rank: int) -> Any:
-    model = net().requires_grad_(False)
-    return tagc.sites(model, torch.optim.SGD(wide().parameters(), lr=1.0), policy())
+    return start(net().requires_grad_(False), adam(wide()))
 
 
-def wrapped_with_its_policy(rank: int) -> Any:
-    return tagc.wrap(sharded(), policy())
-
-
-REFUSED: list[tuple[Callable[[int], Any], str]] = [
-    (optimizer_of_something_else, "the optimizer does not hold first.0.weight, first.0.bias and "),
-    (one_parameter_less, "the optimizer does not hold first.0.weight: make it after fully_shard"),
-    (twice, "this model already has sites; call remove() on their handle first"),
-    (no_optimizer, "tagc.sites needs the optimizer of the model's parameters"),
-    (other_shapes, "tagc model differs between ranks: rank 0 has one device: "),
-    (other_policies, "tagc policy differs between ranks: rank 0 has <dict> ("),
-    (without_section, "policy 'loco-4bit' has no section sites: add sites: {every: 32}"),
-    (a_single_site, "sites=... has one rank: a single site has nothing to exchange"),
-    (sharded_over_sites, "over ranks that sites=... says are in different sites"),
-    (ddp_over_sites, "over ranks that sites=... says are in different sites"),
-    (fsdp1, "the model is held by FSDP1, which sites do not support"),
-    (too_many_fragments, "the policy has 80 fragments, but the model has "),
-    (switched_off, "TAGC_DISABLE=1, but sites do not train without their exchange"),
-    (nothing_compressed, "compresses nothing in this model"),
-    (nothing_trained, "the model has no trainable parameters"),
-    (wrapped_with_its_policy, "is for sites: call tagc.sites(model, optimizer, policy)"),
-]
+NO_RULE = policy(FOUR_BITS | {"when": {"name": "no such parameter"}})
+OVER_SITES = "over ranks that sites=... says are in different sites"
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "an optimizer of something else": (
+        lambda rank: start(optimizer=adam(wide())),
+        "the optimizer does not hold first.0.weight, first.0.bias and ",
+    ),
+    "one parameter less": (
+        one_parameter_less,
+        "the optimizer does not hold first.0.weight: make it after fully_shard",
+    ),
+    "twice": (twice, "this model already has sites; call remove() on their handle first"),
+    "no optimizer": (
+        lambda rank: start(optimizer=[]),
+        "tagc.sites needs the optimizer of the model's parameters",
+    ),
+    "other shapes": (
+        lambda rank: start(wide() if rank else None),
+        "tagc model differs between ranks: rank 0 has one device: ",
+    ),
+    "other policies": (
+        lambda rank: start(rules=policy(every=2 + rank)),
+        "tagc policy differs between ranks: rank 0 has <dict> (",
+    ),
+    "without section": (
+        lambda rank: start(rules="loco-4bit"),
+        "policy 'loco-4bit' has no section sites: add sites: {every: 32}",
+    ),
+    "a single site": (
+        lambda rank: start(sites=alone(rank)),
+        "sites=... has one rank: a single site has nothing to exchange",
+    ),
+    "sharded over sites": (lambda rank: start(sharded(), sites=dist.group.WORLD), OVER_SITES),
+    "DDP over sites": (lambda rank: start(DistributedDataParallel(net())), OVER_SITES),
+    "FSDP1": (fsdp1, "the model is held by FSDP1, which sites do not support"),
+    "too many fragments": (
+        lambda rank: start(rules=policy(every=90, fragments=80)),
+        "the policy has 80 fragments, but the model has ",
+    ),
+    "switched off": (
+        switched_off,
+        "TAGC_DISABLE=1, but sites do not train without their exchange",
+    ),
+    "nothing compressed": (
+        lambda rank: start(rules=NO_RULE),
+        "compresses nothing in this model",
+    ),
+    "nothing trained": (nothing_trained, "the model has no trainable parameters"),
+    "wrapped with its policy": (
+        lambda rank: tagc.wrap(sharded(), policy()),
+        "is for sites: call tagc.sites(model, optimizer, policy)",
+    ),
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("i", range(len(REFUSED)), ids=[call.__name__ for call, _ in REFUSED])
-def test_refused(rank: int, world_size: int, i: int) -> None:
-    call, expected = REFUSED[i]
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(rank: int, world_size: int, case: str) -> None:
+    call, expected = REFUSED[case]
     kind, said = fails(lambda: call(rank))
     assert kind in ("ValueError", "PolicyError", "RuntimeError"), said
     assert expected in said, said

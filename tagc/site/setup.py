@@ -14,20 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tagc.attach import sharding_groups
-from tagc.attach.sites import OwnGroup, SiteUnit, check_trainable, site_units
 from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.collect import Anchor, SiteExchange, agree_on, check_backends
+from tagc.collect import agree_on, check_backends
 from tagc.handle.compressor import attached
-from tagc.handle.elastic_exchange import ElasticExchange
-from tagc.handle.site_handle import Sites, sites_of
-from tagc.handle.site_links import SiteLinks
-from tagc.plan import Plan, as_list
+from tagc.plan import as_list
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.sites import SitesConfig
+from tagc.site.anchor import Anchor
+from tagc.site.elastic import ElasticExchange
+from tagc.site.exchange import SiteExchange
+from tagc.site.handle import Sites, sites_of
+from tagc.site.reducers import SiteReducers
+from tagc.site.units import OwnGroup, SiteUnit, check_trainable, site_units
 
 
 def sites(
@@ -78,38 +80,42 @@ def sites(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     members = TorchftSites(sites) if is_manager(sites) else None
-    group = _group_of(sites, elastic=members is not None)
+    elastic = members is not None
+    group = _group_of(sites, elastic=elastic)
     inside = sharding_groups(model)
-    groups = list({id(g): g for g in (group, *inside) if g is not None}.values())
+    groups = _distinct(() if group is None else (group,), inside)
     check_backends(groups)
     loaded, config, units = _agree_on_request(model, optimizers, policy, group, groups)
 
-    def make() -> tuple[SiteLinks, str]:
-        links = SiteLinks(units, loaded, ops, elastic=members is not None)
-        return links, links.plan.fingerprint[:12]
+    def make() -> tuple[SiteReducers, str]:
+        reducers = SiteReducers(units, loaded, ops, elastic=elastic)
+        return reducers, reducers.plan.fingerprint[:12]
 
-    links = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
-    for warning in links.plan.warnings:
+    reducers = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
+    for warning in reducers.plan.warnings:
         warn(warning)
     own = None
     if config.delay and group is not None:
         own = OwnGroup(group, groups, units[0].device)
     used = group if own is None else own.group
-    pairs = zip(units, links.collectives.reducers, strict=True)
-    anchors = [Anchor(unit, reducer, used, unit.device, config) for unit, reducer in pairs]
+    pairs = zip(units, reducers.reducers, strict=True)
+    anchors = [Anchor(unit, reducer, used, config) for unit, reducer in pairs]
     parallel = [group for unit in units for group in unit.parallel]
-    ranks = list({id(group): group for group in (*inside, *parallel)}.values())
     check = partial(check_trainable, model, units)
     if members is None:
-        exchange = SiteExchange(anchors, used, config, ranks, check)
+        exchange = SiteExchange(anchors, used, config, _distinct(inside, parallel), check)
     else:
-        identity = _identity(links.plan)
-        exchange = ElasticExchange(anchors, config, members, links, identity, inside, check)
-    handle = Sites(model, units, links, exchange, groups, own)
-    if isinstance(exchange, ElasticExchange):
+        identity = (
+            f"plan {reducers.plan.fingerprint[:12]}, policy {loaded.name} ({loaded.hash[:12]}), "
+            f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
+        )
+        exchange = ElasticExchange(anchors, config, members, reducers, identity, inside, check)
         exchange.join()
-    handle.attach(optimizers)
-    return handle
+    return Sites(model, optimizers, reducers, exchange, _distinct(groups, parallel), own)
+
+
+def _distinct(*groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return list({id(group): group for some in groups for group in some}.values())
 
 
 def _group_of(sites: object, *, elastic: bool) -> dist.ProcessGroup | None:
@@ -128,14 +134,6 @@ def _group_of(sites: object, *, elastic: bool) -> dist.ProcessGroup | None:
     return group
 
 
-def _identity(plan: Plan) -> str:
-    """What must be equal in all sites, as text."""
-    return (
-        f"plan {plan.fingerprint[:12]}, policy {plan.policy.name} ({plan.policy.hash[:12]}), "
-        f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
-    )
-
-
 _DOING = "tagc.sites"
 _REMEDY = (
     "Every site must call tagc.sites with the same model, held in the same way over as many ranks, "
@@ -151,12 +149,11 @@ def _agree_on_request(
     groups: Sequence[dist.ProcessGroup],
 ) -> tuple[Policy, SitesConfig, list[SiteUnit]]:
     """Make all ranks of all sites agree, before any of them sends anything else."""
-    loaded: list[Policy] = []
     found: list[SiteUnit] = []
+    loaded: list[Policy] = []
 
     def load() -> tuple[SitesConfig, str]:
-        loaded.append(Policy.load(policy))
-        (one,) = loaded
+        loaded.append(one := Policy.load(policy))
         if one.sites is None:
             raise PolicyError(
                 f"policy {one.name!r} has no section sites: add sites: {{every: 32}}, or choose "
@@ -185,7 +182,7 @@ def _agree_on_request(
                 "train apart: leave out replicas=... there, or sites"
             )
         inner = None if wrapped is None else wrapped.units
-        units, told = site_units(model, group, config.fragments, inner)
+        units, description = site_units(model, group, config.fragments, inner)
         if config.fragments > len(units):
             raise ValueError(
                 f"the policy has {config.fragments} fragments, but the model has {len(units)} "
@@ -197,14 +194,18 @@ def _agree_on_request(
                 "ranks may continue from different sites; use fully_shard inside a site"
             )
         found.extend(units)
-        return None, told
+        return None, description
 
     def check() -> tuple[None, str]:
         if not optimizers:
             raise ValueError("tagc.sites needs the optimizer of the model's parameters")
         held = {id(p) for one in optimizers for of in one.param_groups for p in of["params"]}
-        infos = [(info.name, param) for u in found for info, param in _pairs(u)]
-        missing = [name for name, param in infos if id(param) not in held]
+        missing = [
+            info.name
+            for unit in found
+            for info, param in zip(unit.info.params, unit.trainable(), strict=True)
+            if id(param) not in held
+        ]
         if missing:
             raise ValueError(
                 f"the optimizer does not hold {as_list(missing)}: make it after fully_shard, and "
@@ -220,7 +221,3 @@ def _agree_on_request(
     }
     agreed = agree_on(groups, steps, doing=_DOING, remedy=_REMEDY)
     return loaded[0], agreed["policy"], found
-
-
-def _pairs(unit: SiteUnit) -> Any:
-    return zip(unit.info.params, unit.trainable(), strict=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import warnings
 from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tagc
 from support.distributed import on_ranks
@@ -111,13 +113,14 @@ def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: in
     site = joined(rank, world_size)
     train(site.model, site.optimizer, rank, range(2))
     owed = site.exchange._owed
-    site.exchange._ledger.doubts = {7: owed}
+    site.exchange._doubts = {7: owed}
     with patch.object(site.manager, "errored", return_value=RuntimeError("no state")):
         error = site.exchange._commit(site.exchange._begin())
     assert "could not connect to the others, or load their state" in str(error)
-    assert site.exchange._ledger.doubts == {7: owed}
+    assert site.exchange._doubts == {7: owed}
     # Nothing of the failed attempt is in the state.
-    equal(site.exchange._links.owed().residuals, site.exchange._owed.residuals)
+    for now, before in zip(site.exchange._reducers.owed(), owed, strict=True):
+        equal(now.residuals, before.residuals)
     site.exchange._heal(site.exchange._sent() | {"counted": [5, 7]})
     assert site.exchange._owed is owed
 
@@ -135,7 +138,7 @@ def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_siz
         kind, said = fails(lambda: train(site.model, site.optimizer, rank, range(3, 4)))
     assert kind == "SitesLostError"
     assert "failed 11 times. The last attempt failed: the link is down" in said
-    assert len(site.exchange._ledger.doubts) == 1
+    assert len(site.exchange._doubts) == 1
     equal(dict(enumerate(site.owed())), dict(enumerate(owed)))  # type: ignore[arg-type]
 
 
@@ -300,3 +303,83 @@ def test_a_parameter_that_is_not_finite(rank: int, world_size: int) -> None:
     assert kind == "FloatingPointError"
     assert "parameter 'head.bias' in this site has a NaN" in said
     assert site.manager.now == 1
+
+
+# With a delay: an exchange fails while training goes on.
+BOTH = Round((0, 1))
+
+
+def clock(site: ElasticSite) -> list[int]:
+    """Steps, and when averages in flight are applied, as saved."""
+    (found,) = (t for k, t in site.handle.state_dict().items() if k.endswith("sites.steps"))
+    return found.tolist()
+
+
+@on_ranks(2)
+def test_what_failed_in_flight_is_not_saved(rank: int, world_size: int) -> None:
+    """And is tried again when its averages would be applied."""
+    site = joined(rank, world_size, DELAYED, script=[BOTH, *[Round((0, 1), failed=1)], BOTH])
+    train(site.model, site.optimizer, rank, range(4))
+    sent = site.handle.metrics().wire_bytes
+    assert sent > 0
+    assert clock(site) == [4, -1, -1]
+    for now, before in zip(site.exchange._reducers.owed(), site.exchange._owed, strict=True):
+        equal(now.residuals, before.residuals)
+    train(site.model, site.optimizer, rank, range(4, 5))
+    metrics = site.handle.metrics()
+    assert (metrics.exchanges, metrics.failed, metrics.waited) == (1, 1, 1)
+    assert metrics.wire_bytes == 2 * sent
+    check_accounts(site)
+
+
+@on_ranks(2)
+def test_what_is_in_doubt_is_saved_as_in_flight(rank: int, world_size: int) -> None:
+    """As the site that counts it saves it."""
+    site = joined(rank, world_size, DELAYED, script=[BOTH, Round((0, 1), doubts=(1,)), BOTH])
+    train(site.model, site.optimizer, rank, range(4))
+    assert clock(site) == [4, 5, -1]
+    assert site.handle.sites == 2
+
+
+@on_ranks(2)
+def test_a_join_that_fails_costs_others_nothing(rank: int, world_size: int) -> None:
+    """The site that joins tries again at once, the other one after its delay."""
+    site = joined(
+        rank, world_size, DELAYED, script=[BOTH, BOTH, Round((0, 1), failed=2, died=(0,)), BOTH]
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tagc.sites: an exchange did not count")
+        site.run()
+    assert site.handle.metrics().healed == (rank == 1) + (rank == 0)
+    check_accounts(site)
+
+
+@on_ranks(4)
+def test_no_rank_trains_on_while_another_waits(rank: int, world_size: int) -> None:
+    """One rank of a site gets no group: its neighbour would wait in FSDP for it."""
+    site = ElasticSite(
+        rank, world_size, [BOTH, Round((0, 1), failed=1), BOTH, BOTH], DELAYED, "FSDP2"
+    )
+    site.start()
+    meet = site.exchange._members.meet
+    met: list[Any] = []
+
+    def meets() -> dist.ProcessGroup | None:
+        met.append(meet())
+        return None if rank == 2 and len(met) == 1 else met[-1]
+
+    with patch.object(site.exchange._members, "meet", meets):
+        train(site.model, site.optimizer, site.site, range(8))
+    metrics = site.handle.metrics()
+    assert (metrics.exchanges, metrics.failed) == (2, 1)
+
+
+@on_ranks(2)
+def test_the_last_exchange_is_one(rank: int, world_size: int) -> None:
+    """Also of a site that another one has healed into it."""
+    script = [BOTH, Round((0, 1), doubts=(1,)), BOTH]
+    site = joined(rank, world_size, DELAYED, script=script)
+    train(site.model, site.optimizer, rank, range(4))
+    site.handle.exchange()
+    assert site.manager.now == len(script)
+    check_accounts(site)

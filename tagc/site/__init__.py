@@ -1,0 +1,1 @@
+"""``tagc.sites``: a model in several sites, which exchange changes of parameters."""
