@@ -1,21 +1,104 @@
-"""The text of advice: a table of all candidates, and whether compression pays."""
+"""Advice whether compression pays: a table of all candidates and a verdict, as text, as data for
+JSON (bytes, seconds, bytes/s), and as a plot."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from tagc.basics.quantities import format_bandwidth, format_seconds
-from tagc.costs.candidates import PAYS, Advisor, Question, dtype_name
-from tagc.costs.quality import about_loss, loss_text, rate_text
-from tagc.costs.training_memory import STATE_BYTES
-from tagc.plan import format_bytes
+from tagc.costs.candidates import STATE_BYTES, Advisor, Candidate, Question, dtype_name
+from tagc.costs.link import PAYS
+from tagc.plan import aligned, format_bytes
 
 # docs/kernels.md, "The host".
 _CPU_TIME = (
     "- time of the CPU that starts a GPU's kernels: not included; on one slow machine policies "
     "added 2 to 4 ms per block and step, which lengthens the step if a block computes for less"
 )
+# Decades and points of a plot on each side of the bandwidth in question.
+_DECADES, _POINTS = 2, 40
+
+UNTUNED: dict[str, float] = {
+    "attn-only": 0.007,
+    "auto": 0.001,
+    "half-bit": 0.209,
+    "hosts": -0.001,
+    "hybrid": 0.001,
+    "loco-4bit": -0.002,
+    "one-bit": 0.004,
+    "thrifty": 0.006,
+    "two-bit": 0.0,
+}
+"""Change of the validation loss at the learning rate and clipping threshold of the uncompressed
+run: nanoGPT's model of 0.8 M parameters, 150 steps, one seed (seeds differ by 0.2%), a table of
+docs/quality.md. Policies that are not listed were not measured there."""
+
+WITH_DDP: dict[str, float] = {"loco-4bit": 0.0069, "one-bit": 0.0424}
+"""The same with DDP, at the uncompressed run's best rate with ``keep_rates``: a GPT of 0.14 M
+parameters, 600 steps, three seeds; ± 0.63% and ± 5.4%."""
+
+
+def _about_loss(*, ddp: bool) -> str:
+    """What the figures are, as a note."""
+    if ddp:
+        how = "with keep_rates, in 600 steps of a GPT of 0.14 M parameters, three seeds"
+    else:
+        how = "in 150 steps of a GPT of 0.8 M parameters, one seed (seeds differ by 0.2%)"
+    return (
+        f"- loss: its change at the learning rate of the uncompressed run, {how}; docs/quality.md"
+    )
+
+
+def advice_data(advisor: Advisor) -> dict[str, Any]:
+    """The predicted step of every candidate, and the verdict."""
+    q = advisor.question
+    dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
+    last = advisor.last_to_pay()
+    limit = None if last is None else {"policy": last[0], "bandwidth": _finite(last[1])}
+    return {
+        "model": q.shapes.data,
+        "ranks": q.world_size,
+        "ranks_per_host": q.link.ranks_per_host,
+        "replicas": q.replicas,
+        "ddp": q.ddp,
+        "bandwidth": q.link.bandwidth,
+        "latency": q.link.latency,
+        "compute": q.compute,
+        "overlap": q.overlap,
+        "codec_time": advisor.about_codecs,
+        "candidates": [_row(advisor, candidate) for candidate in advisor.candidates],
+        "refused": advisor.refused,
+        "best_dense": None if dense is None else dense.name,
+        "best_policy": None if other is None else other.name,
+        "pays": other is not None and advisor.saving(other) >= PAYS,
+        "pays_up_to": limit,
+        "verdict": verdict(advisor),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return None if math.isinf(number) else number
+
+
+def _row(advisor: Advisor, candidate: Candidate) -> dict[str, Any]:
+    """What the table and JSON tell of a candidate."""
+    cost = advisor.cost(candidate)
+    return {
+        "name": candidate.name,
+        "dense": candidate.dense,
+        "host_sends": cost.wire_bytes,
+        "link": cost.link,
+        "codec": cost.codec,
+        "step": cost.seconds,
+        "saving": advisor.saving(candidate),
+        "memory": candidate.memory,
+        "fits": advisor.fits(candidate),
+        "loss": _losses(advisor.question).get(candidate.name),
+        "rate_factor": candidate.rate,
+    }
 
 
 def report(advisor: Advisor) -> str:
@@ -24,11 +107,48 @@ def report(advisor: Advisor) -> str:
     lines = [*_asked(q), f"- {advisor.about_codecs}"]
     if not q.gloo:  # there the CPU is the device, and its time is in the codecs'
         lines.append(_CPU_TIME)
-    lines += [about_loss(ddp=q.ddp), "", *_table(advisor)]
+    lines += [_about_loss(ddp=q.ddp), "", *_table(advisor)]
     reasons = dict.fromkeys(advisor.refused.values())
     for why in reasons:
         lines.append(f"{', '.join(n for n, w in advisor.refused.items() if w == why)}: {why}")
     return "\n".join([*lines, "", *verdict(advisor)])
+
+
+def _table(advisor: Advisor) -> list[str]:
+    head = ("", "host sends", "link", "codec", "step", "vs best dense", "memory", "loss")
+    lines: list[tuple[str, ...]] = [(*head, "learning rate")]
+    for row in (_row(advisor, candidate) for candidate in advisor.candidates):
+        about = ("", "")
+        if not row["dense"]:
+            about = (_loss_text(row["loss"]), _rate_text(row["rate_factor"]))
+        lines.append(
+            (
+                row["name"],
+                format_bytes(row["host_sends"]),
+                format_seconds(row["link"]),
+                format_seconds(row["codec"]) if row["codec"] else "-",
+                format_seconds(row["step"]),
+                f"{0.0 - round(row['saving'], 3):+.1%}",
+                format_bytes(row["memory"]) + ("" if row["fits"] else ", too much"),
+                *about,
+            )
+        )
+    return aligned(lines)
+
+
+def _losses(q: Question) -> dict[str, float]:
+    return WITH_DDP if q.ddp else UNTUNED
+
+
+def _loss_text(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:+.1%}"
+
+
+def _rate_text(factor: float | None) -> str:
+    """What a policy asks of the learning rate; None if it does not say."""
+    if factor is None:
+        return "not measured"
+    return "yours" if factor == 1 else f"{factor:g}× yours, or keep_rates"
 
 
 def verdict(advisor: Advisor) -> list[str]:
@@ -89,9 +209,10 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: on faster "
             f"links no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
         )
+    loss = _loss_text(_losses(advisor.question).get(other.name))
     lines.append(
-        f"This compares time only. {other.name}: loss {loss_text(other.name, ddp=ddp)}, learning "
-        f"rate {rate_text(other.rate)} (docs/quality.md)."
+        f"This compares time only. {other.name}: loss {loss}, learning rate "
+        f"{_rate_text(other.rate)} (docs/quality.md)."
     )
     return lines
 
@@ -151,29 +272,56 @@ def _about_ddp(q: Question) -> Iterator[str]:
         yield f"- {q.micro_batches} micro-batches a step, of which only the last reduces (no_sync)"
 
 
-def _table(advisor: Advisor) -> list[str]:
-    head = ("", "host sends", "link", "codec", "step", "vs best dense", "memory", "loss")
-    rows: list[tuple[str, ...]] = [(*head, "learning rate")]
-    for candidate in advisor.candidates:
-        cost = advisor.cost(candidate)
-        rows.append(
-            (
-                candidate.name,
-                format_bytes(cost.wire_bytes),
-                format_seconds(cost.link),
-                format_seconds(cost.codec) if cost.codec else "-",
-                format_seconds(cost.seconds),
-                f"{0.0 - round(advisor.saving(candidate), 3):+.1%}",
-                format_bytes(candidate.memory) + ("" if advisor.fits(candidate) else ", too much"),
-                "" if candidate.dense else loss_text(candidate.name, ddp=advisor.question.ddp),
-                "" if candidate.dense else rate_text(candidate.rate),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def check_format(pyplot: Any, file: str) -> None:
+    """Check that the picture can be drawn, before any slow step.
+
+    Args:
+        pyplot: ``matplotlib.pyplot``.
+
+    Raises:
+        ValueError: if matplotlib does not support the format of the file's suffix.
+    """
+    figure = pyplot.figure()
+    known = figure.canvas.get_supported_filetypes()
+    pyplot.close(figure)
+    if Path(file).suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"its suffix is none of {', '.join(sorted(known))}")
+
+
+def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
+    """Draw every candidate that fits and whose plan does not depend on the link.
+
+    Args:
+        pyplot: ``matplotlib.pyplot``.
+        file: path of the picture. Its suffix determines the format.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    here = advisor.question.link.bandwidth
+    steps = range(-_POINTS, _POINTS + 1)
+    bandwidths = [here * 10 ** (_DECADES * i / _POINTS) for i in steps]
+    figure, axis = pyplot.subplots(figsize=(8, 5))
+    among = [c for c in advisor.candidates if advisor.fits(c) and not c.chosen]
+    among.sort(key=lambda c: -advisor.cost(c).seconds)  # the legend has the order of the lines
+    colours = iter(pyplot.get_cmap("tab20").colors)
+    lines = iter(("--", "-", ":", "-."))
+    for candidate in among:
+        times = [advisor.cost(candidate, bandwidth).seconds for bandwidth in bandwidths]
+        style = {"color": next(colours, "gray")}
+        if candidate.dense:
+            style = {"color": "black", "linestyle": next(lines, "-")}
+        axis.plot([8 * b / 1e9 for b in bandwidths], times, label=candidate.name, **style)
+    axis.axvline(8 * here / 1e9, color="gray", linewidth=0.8)
+    axis.annotate(
+        format_bandwidth(here), (8 * here / 1e9, 1.01), xycoords=("data", "axes fraction")
+    )
+    axis.set(xscale="log", yscale="log", xlabel="bandwidth between hosts, Gbit/s")
+    alone = advisor.question.compute is None
+    axis.set_ylabel("time on the link, s" if alone else "predicted step, s")
+    axis.grid(visible=True, which="major", alpha=0.3)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    try:
+        figure.savefig(file, dpi=110, bbox_inches="tight")
+    finally:
+        pyplot.close(figure)

@@ -9,7 +9,7 @@ group with both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,12 +19,10 @@ from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
 from tagc.collect import HostGroups, Transport, agree_on
-from tagc.costs.codec_time import CodecTime, Speed, measured_time
-from tagc.costs.link import Link
-from tagc.costs.model import unit_seconds
-from tagc.costs.speed import measure_speeds
+from tagc.costs.link import Link, unit_seconds
+from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, config_inside, resolve_auto
+from tagc.plan import AUTO_BITS, Choice, UnitPlan, config_inside, resolve_auto
 from tagc.policy import Policy, Rule
 from tagc.policy.configs import AutoConfig
 
@@ -49,30 +47,35 @@ class FastestChoice:
     :class:`tagc.plan.choice.Choose`.
 
     Attributes:
-        link_of_all: the link among all ranks of a unit whose other options use two levels; by
-            default the same link.
+        link: the link of an option for the unit at a position.
     """
 
-    link: Callable[[int, Direction], Link]
+    link: Callable[[int, UnitPlan], Link]
     time: CodecTime
     notes: tuple[str, ...] = ()
     micro_batches: int = 1
-    link_of_all: Callable[[int], Link] | None = None
+
+    @classmethod
+    def of(cls, link: Link, micro_batches: int) -> FastestChoice:
+        """Choices for a link that the user gives."""
+        note = "chosen for the given link; codec time is not included"
+        return cls(lambda _, option: link, no_time, (note,), micro_batches)
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
-        levels = max(option.info.ranks_per_host for option in options)
-        seconds = []
-        for option in options:
-            link = self.link(position, option.direction)
-            if self.link_of_all is not None and option.info.ranks_per_host < levels:
-                link = self.link_of_all(position)
-            seconds.append(unit_seconds(option, link, self.time, self.micro_batches))
+        seconds = [
+            unit_seconds(option, self.link(position, option), self.time, self.micro_batches)
+            for option in options
+        ]
         index = 0
         for i, s in enumerate(seconds):
             if s <= WORTH * seconds[index]:
                 index = i
-        said = [f"{_label(o)} {_milliseconds(s)}" for o, s in zip(options, seconds, strict=True)]
-        return Choice(index=index, why=f"{_label(options[index])}, out of {', '.join(said)}")
+        labels = [
+            " + ".join(dict.fromkeys(s.codec.name for s in option.compressed or option.segments))
+            for option in options
+        ]
+        among = [f"{label} {_milliseconds(s)}" for label, s in zip(labels, seconds, strict=True)]
+        return Choice(index=index, why=f"{labels[index]}, out of {', '.join(among)}")
 
 
 def measured_choice(
@@ -130,36 +133,31 @@ def measured_choice(
         for number in (1 / link.bandwidth, link.latency, link.reduce_scatter, link.all_gather)
     ]
     mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
-    agreed = slowest(mine, groups)
-
-    agreed_links = {}
-    for i, group in enumerate((*groups, *between)):
-        per_byte, latency, reducing, gathering = agreed[4 * i : 4 * i + 4]
-        agreed_links[id(group)] = Link(
-            bandwidth=1 / per_byte,
-            latency=latency,
-            reduce_scatter=reducing,
-            all_gather=gathering,
+    numbers = iter(slowest(mine, groups))
+    by_group = {
+        id(group): Link(
+            bandwidth=1 / next(numbers),
+            latency=next(numbers),
+            reduce_scatter=next(numbers),
+            all_gather=next(numbers),
         )
-    for levels in shared:
-        across, inside = (agreed_links[id(group)] for group in (levels.across, levels.inside))
-        # A step waits for both, one after the other.
-        agreed_links[id(levels)] = replace(
-            across, latency=(across.latency + inside.latency) / 2, inside=inside.bandwidth
-        )
-    rest = agreed[4 * len(measured) :]
-    agreed_speeds = {
-        key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
+        for group in (*groups, *between)
     }
+    speeds = {key: Speed(encode=next(numbers), decode=next(numbers)) for key in keys}
 
-    def link_of(position: int, direction: Direction) -> Link:
-        if direction == "replicas" and replicas is not None:
-            return agreed_links[id(replicas)]
+    def link_of(position: int, option: UnitPlan) -> Link:
+        if option.direction == "replicas" and replicas is not None:
+            return by_group[id(replicas)]
         levels = hosts[position] if hosts else None
-        return agreed_links[id(links[position][0] if levels is None else levels)]
+        if levels is None or option.info.ranks_per_host == 1:
+            return by_group[id(links[position][0])]
+        across, inside = by_group[id(levels.across)], by_group[id(levels.inside)]
+        # A step waits for both, one after the other.
+        latency = (across.latency + inside.latency) / 2
+        return replace(across, latency=latency, inside=inside.bandwidth)
 
     notes = [
-        f"measured over {group.size()} ranks{of}: {_describe(agreed_links[id(group)])}"
+        f"measured over {group.size()} ranks{of}: {_describe(by_group[id(group)])}"
         for group, of in (
             *((group, "") for group in groups),
             *((levels.across, ", one per host") for levels in shared),
@@ -167,13 +165,9 @@ def measured_choice(
         )
         if group.size() > 1
     ]
-    notes += [_describe_speeds(agreed_speeds)]
-    return FastestChoice(
-        link_of,
-        measured_time(agreed_speeds),
-        tuple(notes),
-        link_of_all=lambda position: agreed_links[id(links[position][0])],
-    )
+    each = [f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in speeds.items()]
+    notes.append(f"measured ns per element, encode + decode: {', '.join(each)}")
+    return FastestChoice(link_of, measured_time(speeds), tuple(notes))
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -210,21 +204,15 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
     # All three send the same number of bytes.
-    large, reducing, gathering = (
-        _without(latency, min(_seconds(make(numel), device, _REPEATS)))
-        for make in (exchange, reduce, gather)
-    )
+    took = [min(_seconds(make(numel), device, _REPEATS)) for make in (exchange, reduce, gather)]
+    # The bytes take at least half of it: latency is noisy.
+    large, reducing, gathering = (max(seconds - latency, seconds / 2) for seconds in took)
     return Link(
         bandwidth=sent / large,
         latency=latency,
         reduce_scatter=reducing / large,
         all_gather=gathering / large,
     )
-
-
-def _without(latency: float, seconds: float) -> float:
-    """Seconds that the bytes take: at least half of ``seconds``, because latency is noisy."""
-    return max(seconds - latency, seconds / 2)
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
@@ -234,10 +222,10 @@ def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> li
     # away as there are groups.
     for _ in groups:
         for group in groups:
-            said: list[list[float]] = [[] for _ in range(group.size())]
+            found: list[list[float]] = [[] for _ in range(group.size())]
             # Objects rather than tensors: they keep float64 exactly on any backend.
-            dist.all_gather_object(said, mine, group=group)
-            mine = [max(column) for column in zip(*said, strict=True)]
+            dist.all_gather_object(found, mine, group=group)
+            mine = [max(column) for column in zip(*found, strict=True)]
     return mine
 
 
@@ -293,11 +281,6 @@ def codecs_of(
     ]
 
 
-def _label(option: UnitPlan) -> str:
-    segments = option.compressed or option.segments
-    return " + ".join(dict.fromkeys(s.codec.name for s in segments))
-
-
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
@@ -308,10 +291,3 @@ def _describe(link: Link) -> str:
         f"native reduce-scatter takes {link.reduce_scatter:.2g} and all-gather "
         f"{link.all_gather:.2g} times as long as messages"
     )
-
-
-def _describe_speeds(speeds: Mapping[str, Speed]) -> str:
-    said = [
-        f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in sorted(speeds.items())
-    ]
-    return f"measured ns per element, encode + decode: {', '.join(said)}"

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -81,6 +80,15 @@ class ModelShapes:
         """Number of parameters."""
         return sum(p.numel for p in self.params)
 
+    @property
+    def data(self) -> dict[str, object]:
+        """Its size and source, for JSON."""
+        return {
+            "parameters": self.numel,
+            "blocks": len(self.blocks),
+            "source": self.source or None,
+        }
+
     @classmethod
     def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
         """Take the shapes of a module (on any device), or shapes by name.
@@ -115,28 +123,25 @@ class ModelShapes:
             parameter_dtype: dtype of the parameters that FSDP gathers.
             ranks_per_host: see :class:`tagc.plan.UnitInfo`.
         """
-        held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
+        held: dict[str, list[UnitParam]] = {"": []} | {block: [] for block in self.blocks}
         for param in self.params:
-            held[_outermost(param.name, held)].append(param)
-        reduces, gathers = [], []
-        for name, params in held.items():
-            if params:
-                sharded = [_sharded(p, world_size) for p in params]
-                trained = [s for s, p in zip(sharded, params, strict=True) if p.trainable]
-                common: dict[str, Any] = {
-                    "name": name,
-                    "world_size": world_size,
-                    "ranks_per_host": ranks_per_host,
-                }
-                reduces.append(UnitInfo(params=tuple(trained), dtype=dtype, **common))
-                gathers.append(
-                    UnitInfo(
-                        params=tuple(sharded),
-                        dtype=parameter_dtype,
-                        per_step=2 if name else 1,
-                        **common,
-                    )
-                )
+            held[_outermost(param.name, held)].append(_sharded(param, world_size))
+        gathers = [
+            UnitInfo(
+                name=name,
+                params=tuple(params),
+                world_size=world_size,
+                dtype=parameter_dtype,
+                per_step=2 if name else 1,
+                ranks_per_host=ranks_per_host,
+            )
+            for name, params in held.items()
+            if params
+        ]
+        reduces = [
+            replace(g, params=tuple(p for p in g.params if not p.frozen), dtype=dtype, per_step=1)
+            for g in gathers
+        ]
         return reduces, gathers
 
     def replicated_units(
@@ -149,11 +154,10 @@ class ModelShapes:
             ranks_per_host: see :class:`tagc.plan.UnitInfo`.
         """
 
-        def parameter(p: ParamShape) -> nn.Parameter:
-            empty = torch.empty(p.shape, dtype=dtype, device="meta")
-            return nn.Parameter(empty, requires_grad=p.trainable)
-
-        named = ((p.name, parameter(p)) for p in self.params)
+        named = (
+            (p.name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.trainable))
+            for p in self.params
+        )
         return planned_units(named, world_size, ranks_per_host)
 
 
@@ -253,16 +257,14 @@ def synthetic(numel: int) -> ModelShapes:
     rest = numel - 2 * vocabulary * width
     layers = max(2, round(rest / (12 * width**2)))
     inner = max(step, round((rest / layers - 4 * width**2) / (3 * width * step)) * step)
+    block = {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    block |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    block |= {"mlp.down_proj": (width, inner)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for i in range(layers):
-        block = f"model.layers.{i}"
-        for name in "qkvo":
-            shapes[f"{block}.self_attn.{name}_proj.weight"] = (width, width)
-        shapes[f"{block}.mlp.gate_proj.weight"] = (inner, width)
-        shapes[f"{block}.mlp.up_proj.weight"] = (inner, width)
-        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
-        shapes[f"{block}.input_layernorm.weight"] = (width,)
-        shapes[f"{block}.post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    shapes["lm_head.weight"] = (vocabulary, width)
-    return ModelShapes.of(shapes)
+        matrices = {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        norms = (f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention"))
+        shapes |= matrices | dict.fromkeys(norms, (width,))
+    return ModelShapes.of(
+        shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+    )

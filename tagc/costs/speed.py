@@ -1,9 +1,11 @@
-"""Measures codecs on this device, in seconds per element."""
+"""Seconds that codecs take: measured on this device, assumed from its memory, or none."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,10 +14,9 @@ from tagc.codecs import CodecPlan
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.replay import Replay, Store
-from tagc.costs.codec_time import Speed, speed_key
 from tagc.ops import Ops
 from tagc.ops.program import Launch, Program, Send, Step
-from tagc.plan import Segment, UnitInfo, UnitParam, UnitPlan
+from tagc.plan import MessagePlan, Segment, UnitInfo, UnitParam, UnitPlan, sends_in_step
 from tagc.plan.gathers import Gathers
 from tagc.plan.reductions import Reductions, Variant
 
@@ -25,6 +26,105 @@ _ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 _REPEATS = 5
 # Cycles for which a GPU waits while the host queues all repeats: some 5 ms.
 _HELD_BACK = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds per element that a codec takes on one device.
+
+    Attributes:
+        encode: seconds per element that a rank encodes.
+        decode: seconds per element that a rank decodes. Sketches are summed before they are
+            decoded, so for them it is per element of the sum.
+    """
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How often a rank encodes and decodes messages in a step, from gradients or parameters of
+    ``dtype``."""
+
+    messages: MessagePlan
+    dtype: torch.dtype
+    encodes: int
+    decodes: int
+
+
+CodecTime = Callable[[Coding, Segment], float]
+"""Seconds that a rank spends encoding and decoding one segment of messages in a step."""
+
+
+def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
+    """Seconds that a rank spends encoding and decoding a unit in a step of ``micro_batches``
+    backwards."""
+    starts = Counter[str]()
+    for send, times in sends_in_step(unit, micro_batches):
+        starts[send.flight] += times
+    total = 0.0
+    for flight, messages in unit.flights.items():
+        encodes = decodes = starts[flight]
+        if unit.direction == "parameters" and not unit.keeps_copy:
+            # A backward may decode what the forward received.
+            decodes = micro_batches * unit.info.per_step
+        if encodes:
+            coding = Coding(messages, unit.info.dtype, encodes, decodes)
+            total += sum(time(coding, segment) for segment in messages.segments if segment.columns)
+    return total
+
+
+def speed_key(codec: CodecPlan) -> str:
+    """The properties of a codec that decide its speed, except sizes."""
+    stored = codec.feedback
+    return " ".join(
+        [
+            codec.name.removesuffix(" kept"),
+            *([f"at {codec.density:g}"] if codec.density < 1 else []),
+            *([f"with {str(stored.dtype).removeprefix('torch.')} feedback"] if stored else []),
+        ]
+    )
+
+
+def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:
+    """Codec time from measured speeds, by :func:`speed_key`. It raises ValueError for a codec
+    without a speed."""
+
+    def seconds(coding: Coding, segment: Segment) -> float:
+        key = speed_key(segment.codec)
+        if key not in speeds:
+            raise ValueError(f"no speed was measured for {key!r}, only for {', '.join(speeds)}")
+        speed, messages = speeds[key], coding.messages
+        encoded = messages.made * coding.encodes
+        # Cells are decoded once, as a sum.
+        decoded = (1 if segment.codec.cells else messages.read) * coding.decodes
+        return segment.columns * (speed.encode * encoded + speed.decode * decoded)
+
+    return seconds
+
+
+def memory_time(bandwidth: float) -> CodecTime:
+    """A lower bound of codec time on a device with a memory bandwidth of ``bandwidth`` bytes/s. It
+    counts only the bytes that encoding and decoding must read and write, each once. Real kernels
+    take longer."""
+
+    def seconds(coding: Coding, segment: Segment) -> float:
+        codec, messages = segment.codec, coding.messages
+        row = segment.columns * coding.dtype.itemsize
+        stored = codec.feedback.row_bytes(segment.columns) if codec.feedback else 0
+        encode = messages.made * (row + 2 * stored + 4 * (codec.words + codec.cells))
+        if codec.of_changes:  # it also reads its own row of the copy
+            encode += row
+        decode = 4 * (messages.read * codec.words + codec.cells) + messages.rows * row
+        return (encode * coding.encodes + decode * coding.decodes) / bandwidth
+
+    return seconds
+
+
+def no_time(coding: Coding, segment: Segment) -> float:
+    """No codec time: codecs count as free."""
+    return 0.0
 
 
 def measure_speeds(
@@ -41,23 +141,16 @@ def measure_speeds(
         Speeds by :func:`speed_key`.
     """
     speeds: dict[str, Speed] = {}
+    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
     for codec in codecs:
         key = speed_key(codec)
         if key not in speeds:
-            speeds[key] = _measure(codec, ops, device, dtype, repeats)
+            sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
+            encode = _seconds(sample.encode, sample.restore, device, repeats)
+            decode = _seconds(sample.decode, sample.receive, device, repeats)
+            decoded = numel // _RANKS if codec.cells else numel
+            speeds[key] = Speed(encode=encode / numel, decode=decode / decoded)
     return speeds
-
-
-def _measure(
-    codec: CodecPlan, ops: Ops, device: torch.device, dtype: torch.dtype, repeats: int
-) -> Speed:
-    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
-    sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
-    decoded = numel // _RANKS if codec.cells else numel
-    return Speed(
-        encode=_seconds(sample.encode, sample.restore, device, repeats) / numel,
-        decode=_seconds(sample.decode, sample.receive, device, repeats) / decoded,
-    )
 
 
 class _Sample:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tagc.plan.row import Row
+from tagc.plan.table import Row
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
