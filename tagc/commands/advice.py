@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from tagc.basics.plots import pyplot
-from tagc.costs.advise import advice_data, check_format, draw, report
+from tagc.costs.advise import advice_data, draw, pyplot_for, report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
 from tagc.costs.dimensions import (
@@ -42,7 +41,7 @@ _SHARED: dict[str, tuple[str, ...]] = {
     "with --mesh": ("world",),
     "with a --mesh without dimension ep": ("experts_per_token",),
 }
-_EXPLAIN = _SHARED | {
+EXPLAIN = _SHARED | {
     "with a policy for sites": (
         *("ddp", "replicas", "ranks_per_host", "dtype", "param_dtype"),
         *("bandwidth", "latency", "micro_batches"),
@@ -54,7 +53,7 @@ _EXPLAIN = _SHARED | {
     ),
     "with one data-parallel rank and without --json": ("full",),
 }
-_ADVISE = _SHARED | {
+ADVISE = _SHARED | {
     "with --ddp": (*_SHARED["with --ddp"], "shard_bandwidth"),
     "with --mesh": ("world", "replicas"),
     "with --sites": (
@@ -92,7 +91,7 @@ def explain(args: argparse.Namespace) -> int:
         "with one data-parallel rank": alone,
         "with one data-parallel rank and without --json": alone and not args.json,
     }
-    _refuse_without_effect(args, mesh, _EXPLAIN, holds)
+    _refuse_without_effect(args, mesh, EXPLAIN, holds)
     if not alone:
         _check_ranks(args)
     shapes = load_model(args.model)
@@ -162,8 +161,8 @@ def advise(args: argparse.Namespace) -> int:
         ),
         "with a --mesh whose data-parallel ranks share a host": shared,
     }
-    _refuse_without_effect(args, mesh, _ADVISE, holds)
-    plots = None if args.plot is None else _plots(args.plot)
+    _refuse_without_effect(args, mesh, ADVISE, holds)
+    plots = None if args.plot is None else pyplot_for(args.plot)
     if args.sites > 1:
         args.world = args.sites if args.world is None else args.world
         if args.world % args.sites:
@@ -191,10 +190,7 @@ def advise(args: argparse.Namespace) -> int:
     names = [*data_parallel_policies(), *args.policy]
     advisor = Advisor(_question(args, shapes, link), [Policy.load(name) for name in names])
     if plots is not None:
-        try:
-            draw(advisor, plots, str(args.plot))
-        except OSError as error:
-            raise ModelError(f"cannot draw to {args.plot}: {error}") from None
+        draw(advisor, plots, str(args.plot))
     if args.json:
         return print_json(advice_data(advisor) | {"dimensions": dimensions})
     print(report(advisor))
@@ -276,16 +272,6 @@ def _traffic(
     )
 
 
-def _plots(file: str) -> Any:
-    """matplotlib's pyplot; raises before anything takes time."""
-    found = pyplot()
-    try:
-        check_format(found, file)
-    except ValueError as error:
-        raise ModelError(f"cannot draw to {file}: {error}") from None
-    return found
-
-
 def _refuse_without_effect(
     args: argparse.Namespace,
     mesh: Mapping[str, int] | None,
@@ -337,10 +323,7 @@ def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
         args.param_dtype = args.dtype if args.ddp else "bf16"
     if args.mesh is None:
         return None
-    try:
-        mesh = parse_mesh(args.mesh)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    mesh = parse_mesh(args.mesh)
     args.world = math.prod(mesh.get(name, 1) for name in DATA)
     return mesh
 

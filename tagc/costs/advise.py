@@ -4,13 +4,14 @@ JSON (bytes, seconds, bytes/s), and as a plot."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tagc.basics.plots import pyplot
 from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import STATE_BYTES, Advisor, Candidate, Question, dtype_name
 from tagc.costs.link import PAYS
+from tagc.costs.shapes import ModelError
 from tagc.plan import aligned, format_bytes
 
 # docs/kernels.md, "The host".
@@ -33,23 +34,12 @@ UNTUNED: dict[str, float] = {
     "two-bit": 0.0,
 }
 """Change of the validation loss at the learning rate and clipping threshold of the uncompressed
-run: nanoGPT's model of 0.8 M parameters, 150 steps, one seed (seeds differ by 0.2%), a table of
-docs/quality.md. Policies that are not listed were not measured there."""
+run, a table of docs/quality.md. Policies that are not listed were not measured there."""
+_UNTUNED = "in 150 steps of a GPT of 0.8 M parameters, one seed (seeds differ by 0.2%)"
 
 WITH_DDP: dict[str, float] = {"loco-4bit": 0.0069, "one-bit": 0.0424}
-"""The same with DDP, at the uncompressed run's best rate with ``keep_rates``: a GPT of 0.14 M
-parameters, 600 steps, three seeds; ± 0.63% and ± 5.4%."""
-
-
-def _about_loss(*, ddp: bool) -> str:
-    """What the figures are, as a note."""
-    if ddp:
-        how = "with keep_rates, in 600 steps of a GPT of 0.14 M parameters, three seeds"
-    else:
-        how = "in 150 steps of a GPT of 0.8 M parameters, one seed (seeds differ by 0.2%)"
-    return (
-        f"- loss: its change at the learning rate of the uncompressed run, {how}; docs/quality.md"
-    )
+"""The same with DDP, at the uncompressed run's best rate; ± 0.63% and ± 5.4%."""
+_WITH_DDP = "with keep_rates, in 600 steps of a GPT of 0.14 M parameters, three seeds"
 
 
 def advice_data(advisor: Advisor) -> dict[str, Any]:
@@ -57,7 +47,9 @@ def advice_data(advisor: Advisor) -> dict[str, Any]:
     q = advisor.question
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     last = advisor.last_to_pay()
-    limit = None if last is None else {"policy": last[0], "bandwidth": _finite(last[1])}
+    limit = None
+    if last is not None:
+        limit = {"policy": last[0], "bandwidth": None if math.isinf(last[1]) else last[1]}
     return {
         "model": q.shapes.data,
         "ranks": q.world_size,
@@ -77,10 +69,6 @@ def advice_data(advisor: Advisor) -> dict[str, Any]:
         "pays_up_to": limit,
         "verdict": verdict(advisor),
     }
-
-
-def _finite(number: float) -> float | None:
-    return None if math.isinf(number) else number
 
 
 def _row(advisor: Advisor, candidate: Candidate) -> dict[str, Any]:
@@ -107,7 +95,11 @@ def report(advisor: Advisor) -> str:
     lines = [*_asked(q), f"- {advisor.about_codecs}"]
     if not q.gloo:  # there the CPU is the device, and its time is in the codecs'
         lines.append(_CPU_TIME)
-    lines += [_about_loss(ddp=q.ddp), "", *_table(advisor)]
+    lines.append(
+        "- loss: its change at the learning rate of the uncompressed run, "
+        f"{_WITH_DDP if q.ddp else _UNTUNED}; docs/quality.md"
+    )
+    lines += ["", *_table(advisor)]
     reasons = dict.fromkeys(advisor.refused.values())
     for why in reasons:
         lines.append(f"{', '.join(n for n, w in advisor.refused.items() if w == why)}: {why}")
@@ -156,39 +148,35 @@ def verdict(advisor: Advisor) -> list[str]:
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     faster = advisor.best(dense=False, fitting=False)
     assert dense is not None
-    ddp = advisor.question.ddp
+    q = advisor.question
     if faster is None:
         return [f"No policy compresses anything in this model: stay with {dense.name}."]
+    over = "the model (fully_shard)" if q.ddp else "over more ranks"
     if not any(map(advisor.fits, advisor.candidates)):
-        return [
-            f"Nothing fits in {format_bytes(advisor.question.device_memory or 0)} a rank, "
-            f"not even {dense.name}: shard "
-            f"{'the model (fully_shard)' if ddp else 'over more ranks'}."
-        ]
+        room = format_bytes(q.device_memory or 0)
+        return [f"Nothing fits in {room} a rank, not even {dense.name}: shard {over}."]
     if other is None:
-        remedy = "over more ranks, or over more ranks on each host"
-        return [
-            "No policy fits in the memory that training itself leaves. Shard "
-            f"{'the model (fully_shard)' if ddp else remedy}."
-        ]
+        over += "" if q.ddp else ", or over more ranks on each host"
+        return [f"No policy fits in the memory that training itself leaves. Shard {over}."]
     saving = advisor.saving(other)
-    step = "step" if advisor.question.compute else "time on the link"
+    step = "step" if q.compute else "time on the link"
     before, after = (format_seconds(advisor.cost(c).seconds) for c in (dense, other))
     if saving >= PAYS:
-        lines = [
-            f"Compression pays: {other.name} takes {after}, and {dense.name}, the best dense "
-            f"form, takes {before}. The policy saves {saving:.0%} of the {step}."
-        ]
+        first = (
+            f"Compression pays: {other.name} takes {after}, and {dense.name}, the best dense form, "
+            f"takes {before}. The policy saves {saving:.0%} of the {step}."
+        )
     elif saving > 0:
-        lines = [
+        first = (
             f"Compression does not pay: the best policy, {other.name}, saves {saving:.1%} of the "
             f"{step} of {dense.name} ({before}), less than {PAYS:.0%}."
-        ]
+        )
     else:
-        lines = [
+        first = (
             f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
             f"{dense.name} takes {before}."
-        ]
+        )
+    lines = [first]
     if other.written:
         lines.append(f"Write {other.name} as {other.written}.")
     if faster is not other:
@@ -209,7 +197,7 @@ def verdict(advisor: Advisor) -> list[str]:
             f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: on faster "
             f"links no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
         )
-    loss = _loss_text(_losses(advisor.question).get(other.name))
+    loss = _loss_text(_losses(q).get(other.name))
     lines.append(
         f"This compares time only. {other.name}: loss {loss}, learning rate "
         f"{_rate_text(other.rate)} (docs/quality.md)."
@@ -232,7 +220,27 @@ def _asked(q: Question) -> list[str]:
             f"- with a policy, the {q.levels} ranks of a host add up their gradients first; inside "
             f"a host: {inside}"
         )
-    lines += _about_ddp(q) if q.ddp else _about_fsdp(q)
+    dtypes = f"- gradients {dtype_name(q.dtype)} before compression"
+    state = f"- memory of a rank: {STATE_BYTES} bytes per"
+    rest = "and the policy's memory; activations are not counted"
+    batches = f"- {q.micro_batches} micro-batches a step"
+    if q.ddp:
+        lines += [
+            f"{dtypes}; dense is DDP's own all-reduce, for float32 parameters in bf16 with torch's "
+            "bf16_compress_hook",
+            f"{state} parameter (itself, gradient, Adam), DDP's buckets, {rest}",
+        ]
+        batches += ", of which only the last reduces (no_sync)"
+    else:
+        lines += [
+            f"{dtypes}, parameters gathered in {dtype_name(q.parameter_dtype)}",
+            f"{state} sharded parameter (itself, gradient, Adam), FSDP's unsharded buffers, {rest}",
+        ]
+        batches += (
+            ": each gathers and reduces, but if ranks of a host add up, hosts reduce once a step "
+            "(set_requires_all_reduce(False))"
+        )
+    lines += [batches] if q.micro_batches > 1 else []
     if q.compute is None:
         lines.append("- compute time: not given, so this covers communication only")
     else:
@@ -243,61 +251,20 @@ def _asked(q: Question) -> list[str]:
     return lines
 
 
-def _about_fsdp(q: Question) -> Iterator[str]:
-    yield (
-        f"- gradients {dtype_name(q.dtype)} before compression, parameters gathered in "
-        f"{dtype_name(q.parameter_dtype)}"
-    )
-    yield (
-        f"- memory of a rank: {STATE_BYTES} bytes per sharded parameter (itself, gradient, Adam), "
-        "FSDP's unsharded buffers, and the policy's memory; activations are not counted"
-    )
-    if q.micro_batches > 1:
-        yield (
-            f"- {q.micro_batches} micro-batches a step: each gathers and reduces, but if ranks of "
-            "a host add up, hosts reduce once a step (set_requires_all_reduce(False))"
-        )
-
-
-def _about_ddp(q: Question) -> Iterator[str]:
-    yield (
-        f"- gradients {dtype_name(q.dtype)} before compression; dense is DDP's own all-reduce, for "
-        "float32 parameters in bf16 with torch's bf16_compress_hook"
-    )
-    yield (
-        f"- memory of a rank: {STATE_BYTES} bytes per parameter (itself, gradient, Adam), DDP's "
-        "buckets, and the policy's memory; activations are not counted"
-    )
-    if q.micro_batches > 1:
-        yield f"- {q.micro_batches} micro-batches a step, of which only the last reduces (no_sync)"
-
-
-def check_format(pyplot: Any, file: str) -> None:
-    """Check that the picture can be drawn, before any slow step.
-
-    Args:
-        pyplot: ``matplotlib.pyplot``.
-
-    Raises:
-        ValueError: if matplotlib does not support the format of the file's suffix.
-    """
-    figure = pyplot.figure()
+def pyplot_for(file: str) -> Any:
+    """``matplotlib.pyplot``; raises before any slow step if it cannot draw to the file."""
+    found = pyplot()
+    figure = found.figure()
     known = figure.canvas.get_supported_filetypes()
-    pyplot.close(figure)
+    found.close(figure)
     if Path(file).suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"its suffix is none of {', '.join(sorted(known))}")
+        raise ModelError(f"cannot draw to {file}: its suffix is none of {', '.join(sorted(known))}")
+    return found
 
 
 def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
-    """Draw every candidate that fits and whose plan does not depend on the link.
-
-    Args:
-        pyplot: ``matplotlib.pyplot``.
-        file: path of the picture. Its suffix determines the format.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Draw the predicted step against the bandwidth between hosts, for every candidate that fits
+    and whose plan does not depend on the link."""
     here = advisor.question.link.bandwidth
     steps = range(-_POINTS, _POINTS + 1)
     bandwidths = [here * 10 ** (_DECADES * i / _POINTS) for i in steps]
@@ -313,9 +280,8 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
             style = {"color": "black", "linestyle": next(lines, "-")}
         axis.plot([8 * b / 1e9 for b in bandwidths], times, label=candidate.name, **style)
     axis.axvline(8 * here / 1e9, color="gray", linewidth=0.8)
-    axis.annotate(
-        format_bandwidth(here), (8 * here / 1e9, 1.01), xycoords=("data", "axes fraction")
-    )
+    at = (8 * here / 1e9, 1.01)
+    axis.annotate(format_bandwidth(here), at, xycoords=("data", "axes fraction"))
     axis.set(xscale="log", yscale="log", xlabel="bandwidth between hosts, Gbit/s")
     alone = advisor.question.compute is None
     axis.set_ylabel("time on the link, s" if alone else "predicted step, s")
@@ -323,5 +289,7 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
+    except OSError as error:
+        raise ModelError(f"cannot draw to {file}: {error}") from None
     finally:
         pyplot.close(figure)

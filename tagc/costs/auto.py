@@ -43,12 +43,8 @@ def is_automatic(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class FastestChoice:
-    """Chooses the option that is clearly the fastest by prediction. See
-    :class:`tagc.plan.choice.Choose`.
-
-    Attributes:
-        link: the link of an option for the unit at a position.
-    """
+    """Chooses the option that is clearly the fastest by prediction, given the link of an option for
+    the unit at a position. See :class:`tagc.plan.choice.Choose`."""
 
     link: Callable[[int, UnitPlan], Link]
     time: CodecTime
@@ -93,10 +89,6 @@ def measured_choice(
 
     Args:
         links: group and device of every unit, in the plan's order.
-        ops: the implementation, see :func:`tagc.ops.get_ops`.
-        policy: the policy whose codecs are timed.
-        dtype: dtype of the gradients.
-        parameter_dtype: dtype of the parameters in the all-gather.
         replicas: the group of the all-reduce across replicas.
         hosts: the host groups of every unit; None for a unit whose ranks do not add up inside hosts
             first. By default no ranks do.
@@ -171,40 +163,33 @@ def measured_choice(
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Measure an all-to-all, and the backend's own collectives relative to it.
-
-    All ranks of the group call it together. Each gets its own numbers.
-    """
+    """Measure an all-to-all, and the backend's own collectives relative to it. All ranks of a group
+    call it together; each gets its own numbers."""
     transport = Transport(group)
     W = transport.size
     if W == 1:
         return Link(bandwidth=1e12)
 
-    def exchange(numel: int) -> Callable[[], object]:
-        send = torch.zeros(W, numel, dtype=torch.int32, device=device)
-        received = torch.empty_like(send)
-        return lambda: transport.all_to_all(received, send).wait()
+    def collectives(numel: int) -> list[Callable[[], object]]:
+        """An all-to-all, a reduce-scatter and an all-gather that send the same number of bytes."""
+        words = torch.zeros(W, numel, dtype=torch.int32, device=device)
+        received = torch.empty_like(words)
+        whole = torch.zeros(W * numel, dtype=torch.float32, device=device)
+        shard = torch.zeros(numel, dtype=torch.float32, device=device)
+        return [
+            lambda: transport.all_to_all(received, words).wait(),
+            lambda: transport.reduce_scatter(shard, whole, dist.ReduceOp.SUM).wait(),
+            lambda: transport.all_gather(whole, shard),
+        ]
 
-    def reduce(numel: int) -> Callable[[], object]:
-        send = torch.zeros(W * numel, dtype=torch.float32, device=device)
-        out = torch.empty(numel, dtype=torch.float32, device=device)
-        return lambda: transport.reduce_scatter(out, send, dist.ReduceOp.SUM).wait()
-
-    def gather(numel: int) -> Callable[[], object]:
-        send = torch.zeros(numel, dtype=torch.float32, device=device)
-        out = torch.empty(W * numel, dtype=torch.float32, device=device)
-        return lambda: transport.all_gather(out, send)
-
-    # Take the fastest of all repeats: other load on the machine only adds time.
-    latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
+    latency = _seconds(collectives(1)[0], device, _SMALL_REPEATS)
     numel = _FIRST_BYTES // (4 * W) or 1
     # The size must be the same on all ranks.
-    (first,) = slowest([min(_seconds(exchange(numel), device, 3))], [group])
+    (first,) = slowest([_seconds(collectives(numel)[0], device, 3)], [group])
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    # All three send the same number of bytes.
-    took = [min(_seconds(make(numel), device, _REPEATS)) for make in (exchange, reduce, gather)]
+    took = [_seconds(run, device, _REPEATS) for run in collectives(numel)]
     # The bytes take at least half of it: latency is noisy.
     large, reducing, gathering = (max(seconds - latency, seconds / 2) for seconds in took)
     return Link(
@@ -223,23 +208,23 @@ def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> li
     for _ in groups:
         for group in groups:
             found: list[list[float]] = [[] for _ in range(group.size())]
-            # Objects rather than tensors: they keep float64 exactly on any backend.
+            # Objects, not tensors: they keep float64 exactly on any backend.
             dist.all_gather_object(found, mine, group=group)
             mine = [max(column) for column in zip(*found, strict=True)]
     return mine
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of every call after the first, which sets up connections."""
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest call after the first, which sets up connections: other load on the
+    machine only adds time."""
     taken = []
-    for i in range(repeats + 1):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i:
-            taken.append(time.perf_counter() - start)
-    return taken
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
 
 
 # Enough columns that any shared support has room, and so few that none has.
@@ -256,29 +241,24 @@ def codecs_of(
         pairs.append((config_inside(policy.inside), None))
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
+        codecs: list[CodecConfig] = [rule.codec]
         if isinstance(rule.codec, AutoConfig):
             # Include the options that store a copy.
             owes = feedback is not None
-            pairs += [
-                (resolve_auto(rule.codec, bits, copy_bytes=0, owes=owes), feedback)
-                for bits in AUTO_BITS
-            ]
-        else:
-            pairs.append((rule.codec, feedback))
-    return [
-        plan_codec(
-            config,
-            PlanRequest(
+            codecs = [resolve_auto(rule.codec, b, copy_bytes=0, owes=owes) for b in AUTO_BITS]
+        pairs += [(config, feedback) for config in codecs]
+    found = []
+    for config, feedback in pairs:
+        for columns in _COLUMNS:
+            request = PlanRequest(
                 columns=columns,
                 world_size=world_size,
                 dtype=dtype,
                 feedback=feedback,
                 matrices=[[(columns // 32, 32)]],
-            ),
-        )
-        for config, feedback in pairs
-        for columns in _COLUMNS
-    ]
+            )
+            found.append(plan_codec(config, request))
+    return found
 
 
 def _milliseconds(seconds: float) -> str:

@@ -36,42 +36,24 @@ _LOW, _HIGH = 125.0, 1.25e13
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A training setup to advise on.
-
-    Attributes:
-        world_size: total number of ranks.
-        link: the link between hosts.
-        replicas: number of copies of the sharded model.
-        sites: number of sites, among which the ranks divide; the link is then that of a site.
-        shard_link: the link within one replica, if it differs.
-        compute: seconds of a step without communication; None if unknown.
-        overlap: share of the communication that compute can hide.
-        dtype: dtype of the gradients that FSDP or DDP reduces, before compression.
-        parameter_dtype: dtype of the parameters that FSDP gathers; with DDP the same as ``dtype``.
-        gloo: whether the backend is gloo, on CPUs.
-        memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
-        ops: the implementation to measure on CPUs.
-        device_memory: bytes of a rank's memory that activations leave free; None if unknown.
-        micro_batches: backwards per optimizer step; ``compute`` covers all of them.
-        ddp: whether each rank has the whole model, and DDP all-reduces gradients.
-    """
+    """A training setup to advise on."""
 
     shapes: ModelShapes
-    world_size: int
-    link: Link
-    replicas: int = 1
+    world_size: int  # all ranks
+    link: Link  # between hosts, or of a site
+    replicas: int = 1  # copies of the sharded model
     sites: int = 1
-    shard_link: Link | None = None
-    compute: float | None = None
-    overlap: float = 0.0
-    dtype: torch.dtype = torch.float32
-    parameter_dtype: torch.dtype = torch.bfloat16
-    gloo: bool = False
-    memory_bandwidth: float | None = None
-    ops: str | None = None
-    device_memory: float | None = None
-    micro_batches: int = 1
-    ddp: bool = False
+    shard_link: Link | None = None  # within one replica, if it differs
+    compute: float | None = None  # seconds of a step without communication, if known
+    overlap: float = 0.0  # share of the communication that compute can hide
+    dtype: torch.dtype = torch.float32  # of the gradients, before compression
+    parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
+    gloo: bool = False  # on CPUs
+    memory_bandwidth: float | None = None  # bytes/s of the device, to bound codec time
+    ops: str | None = None  # the implementation to measure on CPUs
+    device_memory: float | None = None  # bytes that activations leave a rank, if known
+    micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
+    ddp: bool = False  # each rank has the whole model
 
     @property
     def sharded(self) -> int:
@@ -87,24 +69,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train.
-
-    Attributes:
-        memory: bytes that a rank needs, without activations.
-        waste: ``reduce_scatter`` of the link, see :class:`tagc.costs.link.Link`.
-        chosen: whether its plan is for this link only.
-        written: how to write the policy, if it has no name or file of its own.
-        rate: the policy's best learning rate, relative to an uncompressed run; None if unknown.
-    """
+    """A way to train."""
 
     name: str
     work: Workload
-    memory: int
+    memory: int  # bytes that a rank needs, without activations
     dense: bool = False
-    waste: float = 1.0
-    chosen: bool = False
-    written: str = ""
-    rate: float | None = None
+    waste: float = 1.0  # `reduce_scatter` of its link
+    chosen: bool = False  # for this link only
+    written: str = ""  # how to write the policy, if it has no name or file of its own
+    rate: float | None = None  # its best learning rate, relative to an uncompressed run
 
 
 class Advisor:
@@ -161,9 +135,9 @@ class Advisor:
     def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
         """The predicted step, on the question's link or with another bandwidth between hosts."""
         q = self.question
-        directions: tuple[Direction, ...] = ("gradients", "parameters", "replicas")
         links: dict[Direction, Link] = {
-            d: _link(q, d, candidate.waste, bandwidth) for d in directions
+            direction: _link(q, direction, candidate.waste, bandwidth)
+            for direction, _ in candidate.work.traffic
         }
         return candidate.work.cost(links, compute=q.compute or 0.0, overlap=q.overlap)
 
@@ -183,12 +157,8 @@ class Advisor:
         return 1 - self._seconds(candidate, bandwidth) / dense if dense else 0.0
 
     def last_to_pay(self) -> tuple[str, float] | None:
-        """The policy that pays up to the highest bandwidth between hosts, and that bandwidth.
-
-        Returns:
-            The name, and bytes/s: infinity if the policy pays at the highest bandwidth of the
-            search. None if no policy pays at any bandwidth.
-        """
+        """The policy that pays up to the highest bandwidth between hosts, and that bandwidth:
+        infinity if it pays at the highest of the search. None if no policy pays at any."""
         among = [c for c in self.candidates if not (c.dense or c.chosen) and self.fits(c)]
         limit, name = max(((self._limit(c), c.name) for c in among), default=(0.0, ""))
         return (name, limit) if limit else None

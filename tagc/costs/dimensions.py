@@ -43,39 +43,26 @@ DATA = ("dp", "dp_shard")
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionTraffic:
-    """What one dimension sends in a step.
-
-    Attributes:
-        ranks: of the dimension.
-        elements: that a rank sends.
-        bits: of an element, scales included; None without a rule.
-        dense_bytes: that a rank sends without compression.
-        wire_bytes: that a rank sends.
-        collectives: that a rank starts.
-    """
+    """What a rank sends in one dimension in a step."""
 
     dimension: str
     ranks: int
     elements: int
-    bits: float | None
+    bits: float | None  # of an element, scales included; None without a rule
     dense_bytes: int
     wire_bytes: int
     collectives: int
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``pp=2,dp=4,tp=8`` as ranks by dimension.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """``pp=2,dp=4,tp=8`` as ranks by dimension. Raises ModelError for anything else."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, equals, ranks = part.strip().partition("=")
         if not equals or not ranks.isdecimal() or not 1 <= int(ranks) <= 2**20 or name in mesh:
-            raise ValueError(f"{text!r} is no mesh: write pp=2,dp=4,tp=8")
+            raise ModelError(f"{text!r} is no mesh: write pp=2,dp=4,tp=8")
         if name not in (*ACTIVATIONS, *DATA):
-            raise ValueError(f"{name!r} in {text!r} is none of {', '.join((*DATA, *ACTIVATIONS))}")
+            raise ModelError(f"{name!r} in {text!r} is none of {', '.join((*DATA, *ACTIVATIONS))}")
         mesh[name] = int(ranks)
     return mesh
 
@@ -109,7 +96,6 @@ def activation_traffic(
     """The traffic of each dimension that sends activations, in the mesh's order.
 
     Args:
-        shapes: of the whole model.
         tokens: of a data-parallel rank in a step, all micro-batches together.
         itemsize: bytes of an activation without compression.
 
@@ -197,11 +183,8 @@ def traffic_table(traffic: list[DimensionTraffic], tokens: int) -> str:
 
 
 def place(mesh: Mapping[str, int], ranks_per_host: int) -> dict[str, int]:
-    """How many ranks of each dimension's group share a host.
-
-    Raises:
-        ModelError: if hosts do not hold whole groups or equal parts of them.
-    """
+    """How many ranks of each dimension's group share a host. Raises ModelError if hosts do not hold
+    whole groups or equal parts of them."""
     world = math.prod(mesh.values())
     if world % ranks_per_host:
         raise ModelError(
@@ -228,20 +211,13 @@ def link_of(link: Link, together: int) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionAdvice:
-    """What compressing one dimension's activations does to its time.
-
-    Attributes:
-        inside: whether all its groups lie inside hosts.
-        dense_seconds: of its traffic in a step, on its link.
-        seconds: compressed, on the link and in codecs.
-        codec: seconds in codecs of it; 0 if not known.
-    """
+    """What compressing one dimension's activations does to its seconds in a step."""
 
     traffic: DimensionTraffic
-    inside: bool
+    inside: bool  # whether all its groups lie inside hosts
     dense_seconds: float
-    seconds: float
-    codec: float
+    seconds: float  # compressed, on the link and in codecs
+    codec: float  # in codecs of it; 0 if not known
 
     @property
     def pays(self) -> bool:
@@ -261,14 +237,14 @@ def advise_dimensions(
     Args:
         traffic: of a policy that compresses all of them.
         link: between hosts, and inside one.
-        memory_bandwidth: bytes/s of the device's memory. Codecs read and write each element and
-            each byte of a message once, when encoding and when decoding; None: they count as free.
+        memory_bandwidth: bytes/s of the device's memory; None: codecs count as free.
     """
     together = place(mesh, link.ranks_per_host)
     found = []
     for t in traffic:
         inside = together[t.dimension] == t.ranks
         own = link_of(link, together[t.dimension])
+        # Encoding and decoding read or write each element and each byte of a message once.
         codec = 2 * (t.dense_bytes + t.wire_bytes) / (memory_bandwidth or math.inf)
         found.append(
             DimensionAdvice(
@@ -287,11 +263,8 @@ def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> f
     # A coded all-reduce or reduce-scatter goes as messages to owners, and its sum comes back.
     to_owners = sent / 2 if t.dimension == "tp" and coded else sent if t.dimension == "ep" else 0
     starts = t.collectives * (2 if t.dimension == "tp" and coded else 1)
-    if inside:
-        return link.seconds(Traffic(collectives=starts, inside=sent), t.ranks)
-    return link.seconds(
-        Traffic(collectives=starts, all_to_all=to_owners, ring=sent - to_owners), t.ranks
-    )
+    ways = {"inside": sent} if inside else {"all_to_all": to_owners, "ring": sent - to_owners}
+    return link.seconds(Traffic(collectives=starts, **ways), t.ranks)
 
 
 def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
@@ -301,15 +274,12 @@ def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
         t = each.traffic
         where = "inside hosts" if each.inside else "between hosts"
         known = not each.inside or link.inside < math.inf
-        dense, wire = (
-            (format_bytes(sent), format_seconds(seconds) if known else "-")
-            for sent, seconds in (
-                (t.dense_bytes, each.dense_seconds),
-                (t.wire_bytes, each.seconds),
-            )
+        dense, coded = (
+            format_seconds(s) if known else "-" for s in (each.dense_seconds, each.seconds)
         )
+        before, after = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
         pays = "yes" if each.pays else "no"
-        rows.append((t.dimension, str(t.ranks), where, *dense, *wire, pays))
+        rows.append((t.dimension, str(t.ranks), where, before, dense, after, coded, pays))
     return [*aligned(rows, left=(0, 2)), "", *_verdict(advice)]
 
 

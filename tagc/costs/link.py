@@ -1,20 +1,10 @@
 """Predicts the seconds of a step, on the link and in codecs, from a plan.
 
-Three inputs are measured or assumed; everything else follows from the plan's programs:
-
-* the compute seconds of a step, without any communication;
-* a :class:`Link`: bandwidth and latency;
-* the speed of every codec, or the device's memory bandwidth (:mod:`tagc.costs.speed`).
-
 A unit's collectives take ``latency * collectives + bytes / bandwidth``, and codecs take seconds per
-element. A step takes ``compute + codec + link - hidden``, where ``hidden = min(overlap * link,
-compute)``: compute hides at most the share ``overlap`` of the communication, and at most its own
-duration. Codecs are not hidden, because they use the cores or the memory that compute uses. The
-step is one long after warm-up.
-
-Bytes are those that a rank sends: ``(W - 1) / W`` of the buffer for a reduce-scatter or an
-all-to-all, ``W - 1`` messages for an all-gather, and ``2 (W - 1) / W`` of the buffer for an
-all-reduce.
+element (:mod:`tagc.costs.speed`). A step takes ``compute + codec + link - hidden``, where
+``hidden = min(overlap * link, compute)``: compute hides at most the share ``overlap`` of the
+communication, and at most its own duration. Codecs are not hidden, because they use the cores or
+the memory that compute uses. The step is one long after warm-up.
 """
 
 from __future__ import annotations
@@ -35,26 +25,15 @@ GLOO_REDUCE_SCATTER = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that a rank must send for one unit in one step.
-
-    Attributes:
-        collectives: how many collectives start.
-        reduced: bytes in the backend's own reduce-scatter.
-        gathered: bytes in the backend's own all-gather.
-        ring: bytes in all-reduces, and in messages that are the same for all ranks.
-        all_to_all: bytes in messages or cells that differ for each rank.
-        across: bytes between hosts, if the ranks of a host add up gradients first. Each rank sends
-            to the ranks with its place on the other hosts.
-        inside: bytes to ranks of the same host.
-    """
+    """The number of collectives of a step, and the bytes that a rank sends in them."""
 
     collectives: int = 0
-    reduced: float = 0.0
-    gathered: float = 0.0
-    ring: float = 0.0
-    all_to_all: float = 0.0
-    across: float = 0.0
-    inside: float = 0.0
+    reduced: float = 0.0  # in the backend's own reduce-scatter
+    gathered: float = 0.0  # in the backend's own all-gather
+    ring: float = 0.0  # in all-reduces, and in messages that are the same for all ranks
+    all_to_all: float = 0.0  # in messages or cells that differ for each rank
+    across: float = 0.0  # between hosts, to the ranks with the same place on them
+    inside: float = 0.0  # to ranks of the same host
 
     def __add__(self, other: Traffic) -> Traffic:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -132,21 +111,13 @@ def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """A predicted step.
+    """A predicted step, in seconds."""
 
-    Attributes:
-        compute: seconds without communication.
-        codec: seconds in codecs.
-        link: seconds in collectives.
-        overlap: share of ``link`` that compute can hide, in [0, 1].
-        wire_bytes: bytes that a host sends.
-    """
-
-    compute: float
+    compute: float  # without communication
     codec: float
     link: float
-    overlap: float
-    wire_bytes: float
+    overlap: float  # share of ``link`` that compute can hide, in [0, 1]
+    wire_bytes: float  # that a host sends
 
     @property
     def hidden(self) -> float:
@@ -161,12 +132,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """Work of a rank in a step, independent of the link.
-
-    Attributes:
-        traffic: the traffic of all units, by direction and number of ranks.
-        codec: seconds in codecs.
-    """
+    """Work of a rank in a step, independent of the link: the traffic of all units by direction and
+    number of ranks, and seconds in codecs."""
 
     traffic: Mapping[tuple[Direction, int], Traffic]
     codec: float
@@ -175,13 +142,7 @@ class Workload:
     def of(
         cls, plan: Plan, time: CodecTime, gathers: Sequence[UnitInfo] = (), micro_batches: int = 1
     ) -> Workload:
-        """Add up the units of a plan.
-
-        Args:
-            gathers: the all-gathers of the model, which count even if the plan has no rules for
-                them.
-            micro_batches: backwards per optimizer step.
-        """
+        """Add up the units of a plan, and the model's all-gathers if it has no rules for them."""
         units = [*plan.all_units]
         if not plan.parameters:
             units += native_units(gathers, "parameters")
@@ -194,13 +155,7 @@ class Workload:
     def cost(
         self, links: Mapping[Direction, Link], compute: float = 0.0, overlap: float = 0.0
     ) -> StepCost:
-        """Predict a step.
-
-        Args:
-            compute: seconds of a step without communication.
-            overlap: share of the communication that compute can hide; 0 for gloo on CPUs, because
-                ranks wait for every collective there.
-        """
+        """Predict a step. ``overlap`` is 0 for gloo on CPUs: ranks wait for every collective."""
         parts = [(links[direction], sent, W) for (direction, W), sent in self.traffic.items()]
         return StepCost(
             compute=compute,

@@ -33,15 +33,8 @@ _LONGEST_NAME = 400
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name that no module's parameter has.
-
-    Args:
-        where: the source of the name, for the message.
-
-    Raises:
-        ModelError: if the name is empty, too long, or has characters that cannot be printed, such
-            as control characters or lone surrogates.
-    """
+    """Refuse a name that no module's parameter has: empty, too long, or with characters that cannot
+    be printed, such as control characters. ``where`` is its source, for the message."""
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise ModelError(
             f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
@@ -51,7 +44,7 @@ def check_name(name: str, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """A parameter. ``shape`` is its whole shape, before sharding."""
+    """A parameter, before sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,15 +58,11 @@ class ParamShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model's parameters and the names of its blocks.
-
-    Attributes:
-        source: text for users about what was read; may be empty.
-    """
+    """A model's parameters and the names of its blocks."""
 
     params: tuple[ParamShape, ...]
     blocks: tuple[str, ...]
-    source: str = ""
+    source: str = ""  # what was read, for users
 
     @property
     def numel(self) -> int:
@@ -83,19 +72,13 @@ class ModelShapes:
     @property
     def data(self) -> dict[str, object]:
         """Its size and source, for JSON."""
-        return {
-            "parameters": self.numel,
-            "blocks": len(self.blocks),
-            "source": self.source or None,
-        }
+        blocks, source = len(self.blocks), self.source or None
+        return {"parameters": self.numel, "blocks": blocks, "source": source}
 
     @classmethod
     def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
-        """Take the shapes of a module (on any device), or shapes by name.
-
-        Raises:
-            ModelError: if a name or a size exceeds what any model has.
-        """
+        """Take the shapes of a module (on any device), or shapes by name. Raises ModelError if a
+        name or a size exceeds what any model has."""
         if isinstance(model, nn.Module):
             params = [
                 ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
@@ -116,13 +99,8 @@ class ModelShapes:
         *,
         ranks_per_host: int = 1,
     ) -> tuple[list[UnitInfo], list[UnitInfo]]:
-        """The reduce-scatter and the all-gather of every unit, in the same order, the root first.
-
-        Args:
-            dtype: dtype of the gradients that FSDP reduces.
-            parameter_dtype: dtype of the parameters that FSDP gathers.
-            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
-        """
+        """The reduce-scatter of gradients of ``dtype`` and the all-gather of parameters of
+        ``parameter_dtype`` of every unit, in the same order, the root first."""
         held: dict[str, list[UnitParam]] = {"": []} | {block: [] for block in self.blocks}
         for param in self.params:
             held[_outermost(param.name, held)].append(_sharded(param, world_size))
@@ -147,12 +125,7 @@ class ModelShapes:
     def replicated_units(
         self, world_size: int, dtype: torch.dtype, *, ranks_per_host: int = 1
     ) -> list[UnitInfo]:
-        """The all-reduce of every unit if each rank has the whole model, in DDP.
-
-        Args:
-            dtype: dtype of all parameters and gradients.
-            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
-        """
+        """The all-reduce of every unit if each rank has the whole model, of ``dtype``, in DDP."""
 
         named = (
             (p.name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.trainable))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -30,16 +30,10 @@ _HELD_BACK = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds per element that a codec takes on one device.
-
-    Attributes:
-        encode: seconds per element that a rank encodes.
-        decode: seconds per element that a rank decodes. Sketches are summed before they are
-            decoded, so for them it is per element of the sum.
-    """
+    """Seconds per element that a codec takes on one device."""
 
     encode: float
-    decode: float
+    decode: float  # of a sketch, per element of the sum: it is summed before it is decoded
 
 
 @dataclass(frozen=True)
@@ -135,11 +129,7 @@ def measure_speeds(
     *,
     repeats: int = _REPEATS,
 ) -> dict[str, Speed]:
-    """Measure every codec on gradients (or parameters) of ``dtype``.
-
-    Returns:
-        Speeds by :func:`speed_key`.
-    """
+    """Measure every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
     speeds: dict[str, Speed] = {}
     numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
     for codec in codecs:
@@ -159,16 +149,11 @@ class _Sample:
     def __init__(
         self, codec: CodecPlan, numel: int, ops: Ops, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make a segment of ``numel`` columns."""
         param = UnitParam(name="sample", shape=(_RANKS * numel,), columns=numel)
         info = UnitInfo(name="sample", params=(param,), world_size=_RANKS, dtype=dtype)
+        resized = codec.resized(numel)
         segment = Segment(
-            start=0,
-            stop=numel,
-            params=(param,),
-            role="sample",
-            rule=None,
-            codec=codec.resized(numel),
+            start=0, stop=numel, params=(param,), role="sample", rule=None, codec=resized
         )
         direction = "parameters" if codec.of_changes else "gradients"
         unit = UnitPlan(direction=direction, info=info, segments=(segment,))
@@ -244,31 +229,25 @@ class _Sample:
 def _seconds(
     run: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int
 ) -> float:
+    """Seconds of the fastest repeat, as other load on the machine only adds time."""
     before()
     run()  # the first call compiles, or warms up
-    timed = _on_cpu(run, before, repeats)
     if device.type == "cuda":
         with torch.cuda.device(device):
-            timed = _on_gpu(run, before, repeats)
-    return min(timed)  # other load on the machine only adds time
-
-
-def _on_cpu(
-    run: Callable[[], object], before: Callable[[], object], repeats: int
-) -> Iterator[float]:
+            return _on_gpu(run, before, repeats)
+    taken = []
     for _ in range(repeats):
         before()
         start = time.perf_counter()
         run()
-        yield time.perf_counter() - start
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
-def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: int) -> list[float]:
+def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
     """Seconds of the kernels alone. In a step the host launches them ahead of the device; here they
     queue up behind a wait, so that events between them do not wait for the host."""
-    events = [
-        [torch.cuda.Event(enable_timing=True) for _ in ("start", "end")] for _ in range(repeats)
-    ]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
     torch.cuda._sleep(_HELD_BACK)
     for start, end in events:
@@ -277,4 +256,4 @@ def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: in
         run()
         end.record()
     torch.cuda.synchronize()
-    return [1e-3 * start.elapsed_time(end) for start, end in events]
+    return min(1e-3 * start.elapsed_time(end) for start, end in events)

@@ -14,7 +14,7 @@ import tagc
 from support.paths import ROOT
 from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
-from tagc.costs.quality import UNTUNED, WITH_DDP
+from tagc.costs.advise import UNTUNED, WITH_DDP
 from tagc.policy import data_parallel_policies
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_the_documentation(shapes: str, capsys: Any) -> None
     page = (ROOT / "docs" / "quality.md").read_text()
     cells = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| ([-+][0-9.]+%) \|", page, re.MULTILINE)
     assert {name: f"{loss:+.1%}" for name, loss in UNTUNED.items()} == {
-        name: said.replace("-0.0%", "+0.0%") for name, said in cells
+        name: text.replace("-0.0%", "+0.0%") for name, text in cells
     }
     out = run(capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit")
     table = rows(out)

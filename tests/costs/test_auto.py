@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.collect import Transport, transport
-from tagc.costs import Link, Speed, auto
+from tagc.costs import Link, Speed, auto, no_time, speed_key
 from tagc.costs.auto import codecs_of
 from tagc.handle import wrapper
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
@@ -75,7 +75,6 @@ def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
     """What this rank measures."""
-    from tagc.costs import speed_key
 
     def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
         return {speed_key(codec): speed for codec in codecs}
@@ -274,7 +273,7 @@ def test_a_unit_is_chosen_as_a_whole() -> None:
     loaded = tagc.Policy.load({"schema": 1, "gradients": rules})
 
     def built(link: Link) -> list[str]:
-        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 1e-5)
+        choose = auto.FastestChoice(lambda position, option: link, lambda coding, segment: 1e-5)
         (plan,) = build_plan([unit()], loaded, choose=choose).units
         return [s.codec.name for s in plan.segments]
 
@@ -288,11 +287,10 @@ def test_a_dense_unit_has_the_link_among_all_ranks() -> None:
     info = replace(unit(), world_size=4, ranks_per_host=2)
 
     def built(fast: bool, gloo: bool) -> tuple[str, int]:
-        choose = auto.FastestChoice(
-            lambda position, direction: SLOW,
-            lambda unit, segment: 0.0,
-            link_of_all=lambda position: FAST if fast else SLOW,
-        )
+        def link(position: int, option: UnitPlan) -> Link:
+            return FAST if fast and option.info.ranks_per_host == 1 else SLOW
+
+        choose = auto.FastestChoice(link, no_time)
         (plan,) = build_plan([info], loaded, choose=choose, gloo=gloo).units
         return plan.segments[0].codec.name, plan.info.ranks_per_host
 
@@ -308,7 +306,7 @@ def test_a_small_saving_is_not_worth_it() -> None:
 
     def built(latency: float) -> str:
         link = Link(bandwidth=1e9, latency=latency)
-        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 0.0)
+        choose = auto.FastestChoice(lambda position, option: link, no_time)
         (plan,) = build_plan([unit()], loaded, choose=choose).units
         return plan.segments[0].codec.name
 

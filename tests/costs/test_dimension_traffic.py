@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from tagc.commands.cli import main
-from tagc.costs.dimensions import activation_traffic, parse_mesh
+from tagc.costs.dimensions import (
+    activation_traffic,
+    advise_dimensions,
+    data_ranks,
+    parse_mesh,
+    place,
+)
 from tagc.costs.link import Link
-from tagc.costs.placement import advise_dimensions, data_ranks, place
 from tagc.costs.shapes import ModelError, ModelShapes, synthetic
 from tagc.policy import Policy
 
@@ -54,7 +59,7 @@ def test_experts() -> None:
 
 @pytest.mark.parametrize("text", ["tp", "tp=0", "tp=x", "xy=2", "tp=2,tp=2", ""])
 def test_meshes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no mesh|none of"):
+    with pytest.raises(ModelError, match=r"no mesh|none of"):
         parse_mesh(text)
 
 
