@@ -172,7 +172,7 @@ class UnitPlan:
         ``micro_batches`` backwards; with two levels, only those to other hosts."""
         others = self.peers - 1
         if self.all_reduced:
-            return 2 * others / self.peers * columns * self.info.dtype.itemsize
+            return 2 * others * columns * self.info.dtype.itemsize / self.peers
         return others * columns * self.info.dtype.itemsize * self.info.per_step * micro_batches
 
     def stored_bytes(self, segment: Segment) -> int:
