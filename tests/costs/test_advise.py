@@ -158,12 +158,12 @@ def test_what_ranks_on_a_host_send(capsys: Any) -> None:
     assert "the 8 ranks of a host add up their gradients first; inside a host: 800 Gbit/s" in table
     assert rows(table)["loco-4bit"][1] != shared["loco-4bit"][1]
     # Gradients in fp32 then take longest inside: 8 bits there make the fastest faster still.
-    said = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit")
-    slow = rows(said)
+    text = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit")
+    slow = rows(text)
     inside = [name for name in slow if name.endswith(", inside int8")]
     assert len(inside) == 1
     written = f"{{schema: 1, extends: {inside[0].partition(',')[0]}, inside: int8}}"
-    assert f"Write {inside[0]} as {written}." in said
+    assert f"Write {inside[0]} as {written}." in text
     assert all(", inside" not in name for name in shared)
     seconds = {name: float(row[1].split()[0]) for name, row in slow.items()}
     assert min(seconds, key=lambda name: seconds[name]) == inside[0]

@@ -129,9 +129,9 @@ def test_auto_is_the_policy_without_a_word(rank: int, world_size: int) -> None:
     with measuring(SLOW), patch.object(wrapper, "say") as say:
         model = tagc.wrap(sharded(), ops="reference")
     # It says what it chose, and from what.
-    said = [call.args[0] for call in say.call_args_list]
-    assert len(said) == (rank == 0)
-    for line in said:
+    lines = [call.args[0] for call in say.call_args_list]
+    assert len(lines) == (rank == 0)
+    for line in lines:
         assert line.startswith(
             "policy 'auto' chose quantized int4 for gradients, quantized int8 for parameters "
             "(measured over 2 ranks: 0.008 Gbit/s; plan().freeze(file) keeps the choice): a rank "
@@ -151,13 +151,13 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     plan = tagc.compressor(model).plan()
     assert not any(unit.compressed for unit in plan.all_units)
     assert sum(row.stored_bytes for row in plan.rows) == 0
-    said = str(plan).splitlines()[3:6]
-    assert said[0] == (
+    lines = str(plan).splitlines()[3:6]
+    assert lines[0] == (
         "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
         "native reduce-scatter takes 1 and all-gather 1 times as long as messages"
     )
-    assert "quantized int4" in said[1]
-    assert said[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
+    assert "quantized int4" in lines[1]
+    assert lines[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
 
 
 def _choose_on_ranks(rank: int, links: list[Link], speeds: list[Speed]) -> tuple[Any, ...]:
@@ -178,9 +178,9 @@ SLOW_CODEC = Speed(encode=1e-3, decode=1e-3)
     ],
 )
 def test_all_choose_by_the_slowest(links: list[Link], speeds: list[Speed], chosen: str) -> None:
-    said = run_ranks(_choose_on_ranks, 2, links, speeds)
-    assert said[0] == said[1]
-    assert said[0][2] == chosen
+    lines = run_ranks(_choose_on_ranks, 2, links, speeds)
+    assert lines[0] == lines[1]
+    assert lines[0][2] == chosen
 
 
 def _slowest_of_grid(rank: int) -> list[float]:
