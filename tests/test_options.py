@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tagc.commands.advice import ADVISE, EXPLAIN
 from tagc.commands.cli import _parser, main
-from tagc.commands.given import ADVISE, EXPLAIN
 
 GIVEN = {
     "explain": ["explain", "1e6"],

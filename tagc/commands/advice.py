@@ -1,44 +1,152 @@
-"""``tagc advise``: whether compression pays, for one link, each dimension of a mesh, or sites."""
+"""``tagc explain`` and ``tagc advise``: what a policy does to a model, and whether compression pays
+for one link, each dimension of a mesh, or sites."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from tagc.basics.plots import pyplot
-from tagc.commands.given import (
-    ADVISE,
-    DTYPES,
-    check_ranks,
-    check_tokens,
-    mesh_of,
-    of_mesh,
-    print_json,
-    refuse_without_effect,
-)
-from tagc.costs.advise import report
-from tagc.costs.auto import is_automatic
-from tagc.costs.candidates import Advisor, Question
-from tagc.costs.data import advice_data
-from tagc.costs.dimensions import activation_traffic, one_stage
-from tagc.costs.link import Link
-from tagc.costs.models import load_model
-from tagc.costs.placement import (
-    DimensionAdvice,
+from tagc.costs.advise import advice_data, draw, pyplot_for, report
+from tagc.costs.auto import FastestChoice, is_automatic
+from tagc.costs.candidates import DTYPES, Advisor, Question
+from tagc.costs.dimensions import (
+    DATA,
+    DimensionTraffic,
+    activation_traffic,
     advice_table,
     advise_dimensions,
     data_ranks,
     link_of,
+    one_stage,
+    parse_mesh,
+    traffic_table,
 )
-from tagc.costs.plot import check_format, draw
+from tagc.costs.explain import plan_data, plan_shapes, plan_sites
+from tagc.costs.link import Link
+from tagc.costs.models import load_model
 from tagc.costs.shapes import ModelError, ModelShapes
-from tagc.costs.site_advice import SiteQuestion, site_costs, site_data, site_report
-from tagc.policy import Policy, data_parallel_policies, policies
+from tagc.costs.site_advice import site_costs, site_report
+from tagc.plan import Plan
+from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
+
+# The options without effect, by situation.
+_SHARED: dict[str, tuple[str, ...]] = {
+    "with --ddp": ("replicas", "sites", "mesh", "param_dtype"),
+    "without --mesh": ("tokens", "experts_per_token"),
+    "with --mesh": ("world",),
+    "with a --mesh without dimension ep": ("experts_per_token",),
+}
+EXPLAIN = _SHARED | {
+    "with a policy for sites": (
+        *("ddp", "replicas", "ranks_per_host", "dtype", "param_dtype"),
+        *("bandwidth", "latency", "micro_batches"),
+    ),
+    "with a policy that is not for sites": ("sites",),
+    "with a policy without codec auto": ("bandwidth", "latency"),
+    "with one data-parallel rank": (
+        *("replicas", "ranks_per_host", "dtype", "bandwidth", "latency", "micro_batches"),
+    ),
+    "with one data-parallel rank and without --json": ("full",),
+}
+ADVISE = _SHARED | {
+    "with --ddp": (*_SHARED["with --ddp"], "shard_bandwidth"),
+    "with --mesh": ("world", "replicas"),
+    "with --sites": (
+        *("mesh", "tokens", "experts_per_token", "replicas", "ranks_per_host", "micro_batches"),
+        *("dtype", "param_dtype", "inside_bandwidth", "shard_bandwidth", "memory_bandwidth"),
+        *("device_memory", "ops", "plot"),
+    ),
+    "with --sites and --overlap": ("device",),  # which decides only how much overlaps
+    "with one rank on each host": ("inside_bandwidth",),
+    "without --replicas": ("shard_bandwidth",),
+    "without --device cpu": ("ops",),
+    "with --memory-bandwidth": ("ops",),
+    "without a compute time (--step-time)": ("overlap",),
+    "with a --mesh whose data-parallel ranks share a host": (
+        *("step_time", "tokens_per_rank", "tflops", "overlap", "device", "ops", "dtype"),
+        *("policy", "device_memory", "plot"),
+    ),
+}
+
+
+def explain(args: argparse.Namespace) -> int:
+    listed = policies()
+    if args.model in listed or args.params is not None:
+        policy = args.model if args.model in listed else args.policy
+        raise ModelError(
+            f"the model comes first, and the policy is an option: tagc explain "
+            f"{args.params or '7B'} --policy {policy} --world {args.world or 64}"
+        )
+    mesh, policy = _mesh(args), Policy.load(args.policy)
+    alone = mesh is not None and args.world == 1
+    holds = {
+        "with a policy for sites": policy.sites is not None,
+        "with a policy that is not for sites": policy.sites is None,
+        "with a policy without codec auto": not is_automatic(policy),
+        "with one data-parallel rank": alone,
+        "with one data-parallel rank and without --json": alone and not args.json,
+    }
+    _refuse_without_effect(args, mesh, EXPLAIN, holds)
+    if not alone:
+        _check_ranks(args)
+    shapes = load_model(args.model)
+    traffic = None
+    if mesh is not None:
+        traffic = _traffic(args, shapes, policy, mesh)
+        shapes = one_stage(shapes, mesh)
+        if alone and not args.json:
+            print(traffic_table(traffic, args.tokens))
+            return 0
+    plan = _plan(args, shapes, policy)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.json:
+        data = plan_data(shapes, plan, full=args.full)
+        if traffic is not None:
+            data["dimensions"] = [asdict(each) for each in traffic]
+        return print_json(data)
+    source = f" ({shapes.source})" if shapes.source else ""
+    print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
+    print(plan.full if args.full else plan)
+    if traffic is not None:
+        print(f"\n{traffic_table(traffic, args.tokens)}")
+    return 0
+
+
+def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan:
+    if args.bandwidth is None and is_automatic(policy):
+        raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
+    if policy.sites is not None:
+        try:
+            return plan_sites(shapes, policy, world_size=args.world, sites=args.sites)
+        except PolicyError as error:
+            raise ModelError(f"{error} (--sites)" if args.sites < 2 else str(error)) from None
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+    choose = None
+    if args.bandwidth is not None:
+        choose = FastestChoice.of(_link(args), args.micro_batches)
+    return plan_shapes(
+        shapes,
+        policy,
+        world_size=args.world,
+        replicas=args.replicas,
+        ranks_per_host=args.ranks_per_host,
+        ddp=args.ddp,
+        dtype=DTYPES[args.dtype],
+        parameter_dtype=DTYPES[args.param_dtype],
+        choose=choose,
+        micro_batches=args.micro_batches,
+    )
 
 
 def advise(args: argparse.Namespace) -> int:
-    mesh = mesh_of(args)
+    mesh = _mesh(args)
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
     holds = {
@@ -53,80 +161,64 @@ def advise(args: argparse.Namespace) -> int:
         ),
         "with a --mesh whose data-parallel ranks share a host": shared,
     }
-    refuse_without_effect(args, ADVISE, of_mesh(args, mesh) | holds)
-    check_tokens(args)
+    _refuse_without_effect(args, mesh, ADVISE, holds)
+    plots = None if args.plot is None else pyplot_for(args.plot)
     if args.sites > 1:
-        return _advise_sites(args)
-    plots = None if args.plot is None else _plots(args.plot)
-    link = Link(
-        bandwidth=args.bandwidth,
-        latency=args.latency,
-        inside=args.inside_bandwidth,
-        ranks_per_host=args.ranks_per_host,
-    )
-    shapes, dimensions = load_model(args.model if args.params is None else args.params), []
+        args.world = args.sites if args.world is None else args.world
+        if args.world % args.sites:
+            raise ModelError(f"--world {args.world} does not divide by --sites {args.sites}")
+    shapes = load_model(args.model if args.params is None else args.params)
+    if args.sites > 1:
+        return _advise_sites(args, shapes)
+    link, dimensions = _link(args), []
     if mesh is None:
-        check_ranks(args)
+        _check_ranks(args)
     else:
-        dimensions = _advise_dimensions(args, shapes, mesh, link)
-        shapes = one_stage(shapes, mesh)
-        lines = advice_table(dimensions, link) if dimensions else []
-        if shared:
-            if together > 1:
-                lines += ["", f"FSDP's {together} ranks share a host: leave its traffic to it."]
-            if not args.json:
-                print("\n".join(lines))
-            return print_json({"dimensions": _plain(dimensions)}) if args.json else 0
-        link = link_of(link, together)
+        traffic = _traffic(args, shapes, Policy.load("hybrid-3d"), mesh)
+        advice = advise_dimensions(traffic, mesh, link, memory_bandwidth=args.memory_bandwidth)
+        dimensions = [asdict(each) | {"pays": each.pays} for each in advice]
+        lines = advice_table(advice, link) if advice else []
+        if shared and together > 1:
+            lines += ["", f"FSDP's {together} ranks share a host: leave its traffic to it."]
         if not args.json:
-            print("\n".join([*lines, ""]))
-    advisor = _advisor(args, shapes, link)
+            print("\n".join(lines if shared else [*lines, ""]))
+        if shared:
+            return print_json({"dimensions": dimensions}) if args.json else 0
+        shapes, link = one_stage(shapes, mesh), link_of(link, together)
+    if args.world == link.ranks_per_host:
+        raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
+    names = [*data_parallel_policies(), *args.policy]
+    advisor = Advisor(_question(args, shapes, link), [Policy.load(name) for name in names])
     if plots is not None:
-        try:
-            draw(advisor, plots, str(args.plot))
-        except OSError as error:
-            raise ModelError(f"cannot draw to {args.plot}: {error}") from None
+        draw(advisor, plots, str(args.plot))
     if args.json:
-        return print_json(advice_data(advisor) | {"dimensions": _plain(dimensions)})
+        return print_json(advice_data(advisor) | {"dimensions": dimensions})
     print(report(advisor))
     return 0
 
 
-def _advise_sites(args: argparse.Namespace) -> int:
-    world = args.sites if args.world is None else args.world
-    if world % args.sites:
-        raise ModelError(f"--world {world} does not divide by --sites {args.sites}")
-    shapes = load_model(args.model if args.params is None else args.params)
-    question = SiteQuestion(
-        shapes=shapes,
-        world_size=world,
-        sites=args.sites,
-        bandwidth=args.bandwidth,
-        latency=args.latency,
-        compute=_compute(args, shapes),
-        overlap=args.overlap if args.overlap is not None else 0.0 if args.device == "cpu" else 1.0,
-    )
+def _advise_sites(args: argparse.Namespace, shapes: ModelShapes) -> int:
+    question = _question(args, shapes, _link(args))
     loaded = map(Policy.load, [*policies(), *args.policy])
     chosen = [p for p in loaded if not (p.dimensions or is_automatic(p) or p.name == "dense")]
     costs, refused = site_costs(question, chosen)
     if args.json:
-        return print_json(site_data(costs, refused))
+        return print_json({"candidates": [asdict(cost) for cost in costs], "refused": refused})
     print(site_report(question, costs, refused))
     return 0
 
 
-def _advisor(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Advisor:
-    on_cpu = args.device == "cpu"
-    if args.world == link.ranks_per_host:
-        raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
+def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Question:
     within = None
     if args.shard_bandwidth is not None:
         within = replace(link, bandwidth=args.shard_bandwidth, ranks_per_host=1)
-    question = Question(
+    on_cpu = args.device == "cpu"
+    return Question(
         shapes=shapes,
         world_size=args.world,
-        replicas=args.replicas,
         link=link,
+        replicas=args.replicas,
+        sites=args.sites,
         shard_link=within,
         compute=_compute(args, shapes),
         overlap=args.overlap if args.overlap is not None else 0.0 if on_cpu else 1.0,
@@ -139,40 +231,10 @@ def _advisor(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Advis
         micro_batches=args.micro_batches,
         ddp=args.ddp,
     )
-    names = [*data_parallel_policies(), *args.policy]
-    return Advisor(question, [Policy.load(name) for name in names])
-
-
-def _advise_dimensions(
-    args: argparse.Namespace, shapes: ModelShapes, mesh: dict[str, int], link: Link
-) -> list[DimensionAdvice]:
-    traffic = activation_traffic(
-        shapes,
-        Policy.load("hybrid-3d"),
-        mesh,
-        tokens=args.tokens,
-        itemsize=DTYPES[args.param_dtype].itemsize,
-        experts_per_token=args.experts_per_token,
-        micro_batches=args.micro_batches,
-    )
-    return advise_dimensions(traffic, mesh, link, memory_bandwidth=args.memory_bandwidth)
-
-
-def _plain(dimensions: list[DimensionAdvice]) -> list[dict[str, Any]]:
-    return [asdict(each) | {"pays": each.pays} for each in dimensions]
-
-
-def _plots(file: str) -> Any:
-    """matplotlib's pyplot; raises before anything takes time."""
-    found = pyplot()
-    try:
-        check_format(found, file)
-    except ValueError as error:
-        raise ModelError(f"cannot draw to {file}: {error}") from None
-    return found
 
 
 def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
+    """Seconds of a step without communication; None if not given."""
     given = args.tokens_per_rank, args.tflops
     if args.step_time is not None:
         if given != (None, None):
@@ -185,3 +247,88 @@ def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
         raise ModelError("--tokens-per-rank and --tflops belong together: give both")
     # Two operations per parameter and token in forward, four in backward.
     return 6 * shapes.numel * tokens / (args.tflops * 1e12)
+
+
+def _link(args: argparse.Namespace) -> Link:
+    return Link(
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        inside=getattr(args, "inside_bandwidth", math.inf),
+        ranks_per_host=args.ranks_per_host,
+    )
+
+
+def _traffic(
+    args: argparse.Namespace, shapes: ModelShapes, policy: Policy, mesh: Mapping[str, int]
+) -> list[DimensionTraffic]:
+    return activation_traffic(
+        shapes,
+        policy,
+        mesh,
+        tokens=args.tokens,
+        itemsize=DTYPES[args.param_dtype].itemsize,
+        experts_per_token=args.experts_per_token,
+        micro_batches=args.micro_batches,
+    )
+
+
+def _refuse_without_effect(
+    args: argparse.Namespace,
+    mesh: Mapping[str, int] | None,
+    table: Mapping[str, tuple[str, ...]],
+    holds: Mapping[str, bool],
+) -> None:
+    """Raise ModelError if an option was given that has no effect, or a mesh without tokens.
+
+    Args:
+        table: the options without effect, by situation.
+        holds: the situations of this command line, besides those that both commands know.
+    """
+    holds = {
+        "with --ddp": args.ddp,
+        "without --mesh": mesh is None,
+        "with --mesh": mesh is not None,
+        "with a --mesh without dimension ep": mesh is not None and "ep" not in mesh,
+        **holds,
+    }
+    assert holds.keys() == table.keys()
+    for situation in (situation for situation in table if holds[situation]):
+        for option in (option for option in table[situation] if option in args.given):
+            name = option.replace("_", "-")
+            raise ModelError(f"{situation} leave --{name} out: it has no effect")
+    if mesh is not None and args.tokens is None:
+        raise ModelError("with --mesh give --tokens")
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    """Raise ModelError unless the ranks divide among replicas and hosts."""
+    if args.world is None:
+        raise ModelError("give --world, the total number of ranks")
+    if args.ddp and args.world == 1:
+        raise ModelError("--world 1 with --ddp sends nothing")
+    if args.world % args.replicas:
+        raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
+    if args.world == args.replicas:
+        raise ModelError(f"--world {args.world} with as many replicas shards nothing")
+    if args.world % args.ranks_per_host:
+        raise ModelError(
+            f"--world {args.world} does not divide by --ranks-per-host {args.ranks_per_host}"
+        )
+
+
+def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
+    """The ranks by dimension, with ``args.world`` set to those that FSDP shards over, and
+    ``args.param_dtype`` set."""
+    if args.param_dtype is None:
+        args.param_dtype = args.dtype if args.ddp else "bf16"
+    if args.mesh is None:
+        return None
+    mesh = parse_mesh(args.mesh)
+    args.world = math.prod(mesh.get(name, 1) for name in DATA)
+    return mesh
+
+
+def print_json(data: Any) -> int:
+    """Print, and return the exit status 0."""
+    print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+    return 0

@@ -9,7 +9,7 @@ group with both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,12 +19,10 @@ from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
 from tagc.collect import HostGroups, Transport, agree_on
-from tagc.costs.codec_time import CodecTime, Speed, measured_time
-from tagc.costs.link import Link
-from tagc.costs.model import unit_seconds
-from tagc.costs.speed import measure_speeds
+from tagc.costs.link import Link, unit_seconds
+from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, Direction, UnitPlan, config_inside, resolve_auto
+from tagc.plan import AUTO_BITS, Choice, UnitPlan, config_inside, resolve_auto
 from tagc.policy import Policy, Rule
 from tagc.policy.configs import AutoConfig
 
@@ -45,34 +43,35 @@ def is_automatic(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class FastestChoice:
-    """Chooses the option that is clearly the fastest by prediction. See
-    :class:`tagc.plan.choice.Choose`.
+    """Chooses the option that is clearly the fastest by prediction, given the link of an option for
+    the unit at a position. See :class:`tagc.plan.choice.Choose`."""
 
-    Attributes:
-        link_of_all: the link among all ranks of a unit whose other options use two levels; by
-            default the same link.
-    """
-
-    link: Callable[[int, Direction], Link]
+    link: Callable[[int, UnitPlan], Link]
     time: CodecTime
     notes: tuple[str, ...] = ()
     micro_batches: int = 1
-    link_of_all: Callable[[int], Link] | None = None
+
+    @classmethod
+    def of(cls, link: Link, micro_batches: int) -> FastestChoice:
+        """Choices for a link that the user gives."""
+        note = "chosen for the given link; codec time is not included"
+        return cls(lambda _, option: link, no_time, (note,), micro_batches)
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
-        levels = max(option.info.ranks_per_host for option in options)
-        seconds = []
-        for option in options:
-            link = self.link(position, option.direction)
-            if self.link_of_all is not None and option.info.ranks_per_host < levels:
-                link = self.link_of_all(position)
-            seconds.append(unit_seconds(option, link, self.time, self.micro_batches))
+        seconds = [
+            unit_seconds(option, self.link(position, option), self.time, self.micro_batches)
+            for option in options
+        ]
         index = 0
         for i, s in enumerate(seconds):
             if s <= WORTH * seconds[index]:
                 index = i
-        said = [f"{_label(o)} {_milliseconds(s)}" for o, s in zip(options, seconds, strict=True)]
-        return Choice(index=index, why=f"{_label(options[index])}, out of {', '.join(said)}")
+        labels = [
+            " + ".join(dict.fromkeys(s.codec.name for s in option.compressed or option.segments))
+            for option in options
+        ]
+        among = [f"{label} {_milliseconds(s)}" for label, s in zip(labels, seconds, strict=True)]
+        return Choice(index=index, why=f"{labels[index]}, out of {', '.join(among)}")
 
 
 def measured_choice(
@@ -90,10 +89,6 @@ def measured_choice(
 
     Args:
         links: group and device of every unit, in the plan's order.
-        ops: the implementation, see :func:`tagc.ops.get_ops`.
-        policy: the policy whose codecs are timed.
-        dtype: dtype of the gradients.
-        parameter_dtype: dtype of the parameters in the all-gather.
         replicas: the group of the all-reduce across replicas.
         hosts: the host groups of every unit; None for a unit whose ranks do not add up inside hosts
             first. By default no ranks do.
@@ -130,36 +125,31 @@ def measured_choice(
         for number in (1 / link.bandwidth, link.latency, link.reduce_scatter, link.all_gather)
     ]
     mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
-    agreed = slowest(mine, groups)
-
-    agreed_links = {}
-    for i, group in enumerate((*groups, *between)):
-        per_byte, latency, reducing, gathering = agreed[4 * i : 4 * i + 4]
-        agreed_links[id(group)] = Link(
-            bandwidth=1 / per_byte,
-            latency=latency,
-            reduce_scatter=reducing,
-            all_gather=gathering,
+    numbers = iter(slowest(mine, groups))
+    by_group = {
+        id(group): Link(
+            bandwidth=1 / next(numbers),
+            latency=next(numbers),
+            reduce_scatter=next(numbers),
+            all_gather=next(numbers),
         )
-    for levels in shared:
-        across, inside = (agreed_links[id(group)] for group in (levels.across, levels.inside))
-        # A step waits for both, one after the other.
-        agreed_links[id(levels)] = replace(
-            across, latency=(across.latency + inside.latency) / 2, inside=inside.bandwidth
-        )
-    rest = agreed[4 * len(measured) :]
-    agreed_speeds = {
-        key: Speed(encode=rest[2 * i], decode=rest[2 * i + 1]) for i, key in enumerate(keys)
+        for group in (*groups, *between)
     }
+    speeds = {key: Speed(encode=next(numbers), decode=next(numbers)) for key in keys}
 
-    def link_of(position: int, direction: Direction) -> Link:
-        if direction == "replicas" and replicas is not None:
-            return agreed_links[id(replicas)]
+    def link_of(position: int, option: UnitPlan) -> Link:
+        if option.direction == "replicas" and replicas is not None:
+            return by_group[id(replicas)]
         levels = hosts[position] if hosts else None
-        return agreed_links[id(links[position][0] if levels is None else levels)]
+        if levels is None or option.info.ranks_per_host == 1:
+            return by_group[id(links[position][0])]
+        across, inside = by_group[id(levels.across)], by_group[id(levels.inside)]
+        # A step waits for both, one after the other.
+        latency = (across.latency + inside.latency) / 2
+        return replace(across, latency=latency, inside=inside.bandwidth)
 
     notes = [
-        f"measured over {group.size()} ranks{of}: {_describe(agreed_links[id(group)])}"
+        f"measured over {group.size()} ranks{of}: {_describe(by_group[id(group)])}"
         for group, of in (
             *((group, "") for group in groups),
             *((levels.across, ", one per host") for levels in shared),
@@ -167,64 +157,47 @@ def measured_choice(
         )
         if group.size() > 1
     ]
-    notes += [_describe_speeds(agreed_speeds)]
-    return FastestChoice(
-        link_of,
-        measured_time(agreed_speeds),
-        tuple(notes),
-        link_of_all=lambda position: agreed_links[id(links[position][0])],
-    )
+    each = [f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in speeds.items()]
+    notes.append(f"measured ns per element, encode + decode: {', '.join(each)}")
+    return FastestChoice(link_of, measured_time(speeds), tuple(notes))
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Measure an all-to-all, and the backend's own collectives relative to it.
-
-    All ranks of the group call it together. Each gets its own numbers.
-    """
+    """Measure an all-to-all, and the backend's own collectives relative to it. All ranks of a group
+    call it together; each gets its own numbers."""
     transport = Transport(group)
     W = transport.size
     if W == 1:
         return Link(bandwidth=1e12)
 
-    def exchange(numel: int) -> Callable[[], object]:
-        send = torch.zeros(W, numel, dtype=torch.int32, device=device)
-        received = torch.empty_like(send)
-        return lambda: transport.all_to_all(received, send).wait()
+    def collectives(numel: int) -> list[Callable[[], object]]:
+        """An all-to-all, a reduce-scatter and an all-gather that send the same number of bytes."""
+        words = torch.zeros(W, numel, dtype=torch.int32, device=device)
+        received = torch.empty_like(words)
+        whole = torch.zeros(W * numel, dtype=torch.float32, device=device)
+        shard = torch.zeros(numel, dtype=torch.float32, device=device)
+        return [
+            lambda: transport.all_to_all(received, words).wait(),
+            lambda: transport.reduce_scatter(shard, whole, dist.ReduceOp.SUM).wait(),
+            lambda: transport.all_gather(whole, shard),
+        ]
 
-    def reduce(numel: int) -> Callable[[], object]:
-        send = torch.zeros(W * numel, dtype=torch.float32, device=device)
-        out = torch.empty(numel, dtype=torch.float32, device=device)
-        return lambda: transport.reduce_scatter(out, send, dist.ReduceOp.SUM).wait()
-
-    def gather(numel: int) -> Callable[[], object]:
-        send = torch.zeros(numel, dtype=torch.float32, device=device)
-        out = torch.empty(W * numel, dtype=torch.float32, device=device)
-        return lambda: transport.all_gather(out, send)
-
-    # Take the fastest of all repeats: other load on the machine only adds time.
-    latency = min(_seconds(exchange(1), device, _SMALL_REPEATS))
+    latency = _seconds(collectives(1)[0], device, _SMALL_REPEATS)
     numel = _FIRST_BYTES // (4 * W) or 1
     # The size must be the same on all ranks.
-    (first,) = slowest([min(_seconds(exchange(numel), device, 3))], [group])
+    (first,) = slowest([_seconds(collectives(numel)[0], device, 3)], [group])
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    # All three send the same number of bytes.
-    large, reducing, gathering = (
-        _without(latency, min(_seconds(make(numel), device, _REPEATS)))
-        for make in (exchange, reduce, gather)
-    )
+    took = [_seconds(run, device, _REPEATS) for run in collectives(numel)]
+    # The bytes take at least half of it: latency is noisy.
+    large, reducing, gathering = (max(seconds - latency, seconds / 2) for seconds in took)
     return Link(
         bandwidth=sent / large,
         latency=latency,
         reduce_scatter=reducing / large,
         all_gather=gathering / large,
     )
-
-
-def _without(latency: float, seconds: float) -> float:
-    """Seconds that the bytes take: at least half of ``seconds``, because latency is noisy."""
-    return max(seconds - latency, seconds / 2)
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
@@ -234,24 +207,24 @@ def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> li
     # away as there are groups.
     for _ in groups:
         for group in groups:
-            said: list[list[float]] = [[] for _ in range(group.size())]
-            # Objects rather than tensors: they keep float64 exactly on any backend.
-            dist.all_gather_object(said, mine, group=group)
-            mine = [max(column) for column in zip(*said, strict=True)]
+            found: list[list[float]] = [[] for _ in range(group.size())]
+            # Objects, not tensors: they keep float64 exactly on any backend.
+            dist.all_gather_object(found, mine, group=group)
+            mine = [max(column) for column in zip(*found, strict=True)]
     return mine
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of every call after the first, which sets up connections."""
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest call after the first, which sets up connections: other load on the
+    machine only adds time."""
     taken = []
-    for i in range(repeats + 1):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i:
-            taken.append(time.perf_counter() - start)
-    return taken
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
 
 
 # Enough columns that any shared support has room, and so few that none has.
@@ -268,34 +241,24 @@ def codecs_of(
         pairs.append((config_inside(policy.inside), None))
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
+        codecs: list[CodecConfig] = [rule.codec]
         if isinstance(rule.codec, AutoConfig):
             # Include the options that store a copy.
             owes = feedback is not None
-            pairs += [
-                (resolve_auto(rule.codec, bits, copy_bytes=0, owes=owes), feedback)
-                for bits in AUTO_BITS
-            ]
-        else:
-            pairs.append((rule.codec, feedback))
-    return [
-        plan_codec(
-            config,
-            PlanRequest(
+            codecs = [resolve_auto(rule.codec, b, copy_bytes=0, owes=owes) for b in AUTO_BITS]
+        pairs += [(config, feedback) for config in codecs]
+    found = []
+    for config, feedback in pairs:
+        for columns in _COLUMNS:
+            request = PlanRequest(
                 columns=columns,
                 world_size=world_size,
                 dtype=dtype,
                 feedback=feedback,
                 matrices=[[(columns // 32, 32)]],
-            ),
-        )
-        for config, feedback in pairs
-        for columns in _COLUMNS
-    ]
-
-
-def _label(option: UnitPlan) -> str:
-    segments = option.compressed or option.segments
-    return " + ".join(dict.fromkeys(s.codec.name for s in segments))
+            )
+            found.append(plan_codec(config, request))
+    return found
 
 
 def _milliseconds(seconds: float) -> str:
@@ -308,10 +271,3 @@ def _describe(link: Link) -> str:
         f"native reduce-scatter takes {link.reduce_scatter:.2g} and all-gather "
         f"{link.all_gather:.2g} times as long as messages"
     )
-
-
-def _describe_speeds(speeds: Mapping[str, Speed]) -> str:
-    said = [
-        f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in sorted(speeds.items())
-    ]
-    return f"measured ns per element, encode + decode: {', '.join(said)}"

@@ -3,94 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tagc.costs.auto import FastestChoice, codecs_of, is_automatic
-from tagc.costs.codec_time import CodecTime, Speed, measured_time, memory_time, no_time, speed_key
 from tagc.costs.explain import plan_shapes
-from tagc.costs.link import GLOO_REDUCE_SCATTER, Link
-from tagc.costs.model import StepCost, Workload, step_cost, workload
+from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Workload
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
-from tagc.costs.speed import measure_speeds
-from tagc.costs.training_memory import replicated_bytes, training_bytes
-from tagc.ops import Ops, get_ops
-from tagc.plan import Direction, Plan
+from tagc.costs.speed import (
+    CodecTime,
+    Speed,
+    measure_speeds,
+    measured_time,
+    memory_time,
+    no_time,
+    speed_key,
+)
+from tagc.ops import get_ops
+from tagc.plan import Direction, UnitInfo
 from tagc.policy import Policy, PolicyError
 
-PAYS = 0.05
-"""Compression pays if it saves this share of the best dense form's step."""
 OF_PARAMETERS = "not compared: rules for parameters do nothing with DDP, where no parameters travel"
+STATE_BYTES = 16
+"""Bytes per parameter of a rank: itself, its gradient and Adam's two moments, in float32."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtypes by their names on the command line."""
 # Range of the search for the break-even bandwidth, in bytes/s: 1 kbit/s to 100 Tbit/s.
 _LOW, _HIGH = 125.0, 1.25e13
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A training setup to advise on.
-
-    Attributes:
-        world_size: total number of ranks.
-        replicas: number of copies of the sharded model.
-        ddp: whether each rank has the whole model, and DDP all-reduces gradients.
-        link: the link between hosts.
-        shard_link: the link within one replica, if it differs.
-        compute: seconds of a step without communication; None if unknown.
-        overlap: share of the communication that compute can hide.
-        dtype: dtype of the gradients that FSDP or DDP reduces, before compression.
-        parameter_dtype: dtype of the parameters that FSDP gathers; with DDP the same as ``dtype``.
-        gloo: whether the backend is gloo, on CPUs.
-        memory_bandwidth: bytes/s of the device's memory, for a lower bound of codec time.
-        ops: the implementation to measure on CPUs.
-        device_memory: bytes of a rank's memory that activations leave free; None if unknown.
-        micro_batches: backwards per optimizer step; ``compute`` covers all of them.
-    """
+    """A training setup to advise on."""
 
     shapes: ModelShapes
-    world_size: int
-    replicas: int
-    link: Link
-    shard_link: Link | None
-    compute: float | None
-    overlap: float
-    dtype: torch.dtype
-    parameter_dtype: torch.dtype
-    gloo: bool
-    memory_bandwidth: float | None
-    ops: str | None = None
-    device_memory: float | None = None
-    micro_batches: int = 1
-    ddp: bool = False
+    world_size: int  # all ranks
+    link: Link  # between hosts, or of a site
+    replicas: int = 1  # copies of the sharded model
+    sites: int = 1
+    shard_link: Link | None = None  # within one replica, if it differs
+    compute: float | None = None  # seconds of a step without communication, if known
+    overlap: float = 0.0  # share of the communication that compute can hide
+    dtype: torch.dtype = torch.float32  # of the gradients, before compression
+    parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
+    gloo: bool = False  # on CPUs
+    memory_bandwidth: float | None = None  # bytes/s of the device, to bound codec time
+    ops: str | None = None  # the implementation to measure on CPUs
+    device_memory: float | None = None  # bytes that activations leave a rank, if known
+    micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
+    ddp: bool = False  # each rank has the whole model
+
+    @property
+    def sharded(self) -> int:
+        """Ranks of one replica."""
+        return self.world_size // self.replicas
 
     @property
     def levels(self) -> int:
         """How many ranks of a host add up their gradients first; 1 if a replica does not span
         several whole hosts."""
-        return ranks_in_levels(self.world_size // self.replicas, self.link.ranks_per_host)
+        return ranks_in_levels(self.sharded, self.link.ranks_per_host)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train.
-
-    Attributes:
-        memory: bytes that a rank needs, without activations.
-        waste: ``reduce_scatter`` of the link, see :class:`tagc.costs.link.Link`.
-        chosen: whether its plan is for this link only.
-        written: how to write the policy, if it has no name or file of its own.
-        rate: the policy's best learning rate, relative to an uncompressed run; None if unknown.
-    """
+    """A way to train."""
 
     name: str
     work: Workload
-    memory: int
+    memory: int  # bytes that a rank needs, without activations
     dense: bool = False
-    waste: float = 1.0
-    chosen: bool = False
-    written: str = ""
-    rate: float | None = None
+    waste: float = 1.0  # `reduce_scatter` of its link
+    chosen: bool = False  # for this link only
+    written: str = ""  # how to write the policy, if it has no name or file of its own
+    rate: float | None = None  # its best learning rate, relative to an uncompressed run
 
 
 class Advisor:
@@ -100,22 +88,21 @@ class Advisor:
         candidates: all forms of dense training, then the policies.
         refused: reasons why policies are not candidates, by name.
         about_codecs: text about the source of codec times.
+        proviso: words that follow a bandwidth limit, about the codec time that it leaves out.
     """
 
     def __init__(self, question: Question, policies: Sequence[Policy]) -> None:
-        self.question = question
+        self.question = q = question
         self.candidates: list[Candidate] = []
         self.refused: dict[str, str] = {}
-        q = question
-        self._waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
-        dense = self._dense = Policy.load("dense")
-        for name, (dtype, parameter_dtype) in _dense_forms(q).items():
-            work, memory = self._work(dense, no_time, dtype, parameter_dtype)
-            self.candidates.append(Candidate(name, work, memory, dense=True))
+        waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
+        dense = Policy.load("dense")
+        for name, form in _dense_forms(q).items():
+            candidate = replace(_candidate(q, dense, no_time, dense=form), name=name)
+            self.candidates.append(candidate)
             if q.gloo and not q.ddp:  # gloo's own all-reduce sends no more than it needs
-                self.candidates.append(
-                    Candidate(f"{name} by gloo", work, memory, dense=True, waste=self._waste)
-                )
+                by_gloo = replace(candidate, name=f"{name} by gloo", waste=waste)
+                self.candidates.append(by_gloo)
         policies = [policy for policy in policies if policy != dense]
         if q.ddp:
             self.refused |= {p.name: OF_PARAMETERS for p in policies if p.parameters}
@@ -123,57 +110,36 @@ class Advisor:
         # Only a link inside a host with a given bandwidth can be slow.
         slow = q.levels > 1 and q.link.inside < math.inf
         fewer = {p.name: p.with_inside("int8") for p in policies if slow and p.inside == "native"}
-        self.about_codecs, self._time = self._codec_time([*policies, *fewer.values()])
+        self.about_codecs, self.proviso, time = _codec_time(q, [*policies, *fewer.values()])
         for policy in policies:
             try:
-                self.candidates.append(self._candidate(policy))
+                candidate = _candidate(q, policy, time)
+                self.candidates.append(replace(candidate, waste=waste))
             except PolicyError as error:
                 self.refused[policy.name] = str(error)
-        self._add_inside({name: p for name, p in fewer.items() if name not in self.refused})
-
-    def _candidate(self, policy: Policy) -> Candidate:
-        q = self.question
-        work, memory = self._work(policy, self._time, q.dtype, q.parameter_dtype)
-        chosen = is_automatic(policy)
-        rate = None if policy.tuning is None else policy.tuning.rate_factor
-        return Candidate(policy.name, work, memory, waste=self._waste, chosen=chosen, rate=rate)
-
-    def _add_inside(self, policies: Mapping[str, Policy]) -> None:
-        """Add the fastest of ``policies`` that fit, if it is clearly faster than all candidates.
-
-        Args:
-            policies: policies that send fewer bits inside hosts, by the name of the original.
-        """
-        found = [
+        # The fastest of those that send fewer bits inside hosts, if it is clearly the fastest.
+        inside = [
             replace(
-                self._candidate(policy),
+                _candidate(q, policy, time),
+                waste=waste,
                 written=f"{{schema: 1, extends: {name}, inside: {policy.inside}}}",
             )
-            for name, policy in policies.items()
+            for name, policy in fewer.items()
+            if name not in self.refused
         ]
-        found = [c for c in found if self.fits(c)]
-        best = min(found, key=lambda c: self.cost(c).seconds, default=None)
         rival = self.best(dense=False)
-        if best and rival and self.cost(best).seconds < (1 - PAYS) * self.cost(rival).seconds:
+        best = min(filter(self.fits, inside), key=self._seconds, default=None)
+        if best and rival and self._seconds(best) < (1 - PAYS) * self._seconds(rival):
             self.candidates.append(best)
-
-    @property
-    def proviso(self) -> str:
-        """Words that follow a bandwidth limit, about the codec time that it does not include."""
-        if self._time is no_time:
-            return ", or lower, because codec time is not included"
-        return ", or lower, because codecs take longer" if self.question.memory_bandwidth else ""
 
     def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
         """The predicted step, on the question's link or with another bandwidth between hosts."""
         q = self.question
-        directions: tuple[Direction, ...] = ("gradients", "parameters", "replicas")
-        return step_cost(
-            candidate.work,
-            {d: self._link(d, candidate.waste, bandwidth) for d in directions},
-            compute=q.compute or 0.0,
-            overlap=q.overlap,
-        )
+        links: dict[Direction, Link] = {
+            direction: _link(q, direction, candidate.waste, bandwidth)
+            for direction, _ in candidate.work.traffic
+        }
+        return candidate.work.cost(links, compute=q.compute or 0.0, overlap=q.overlap)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits in the device's memory; True if that is unknown."""
@@ -182,25 +148,19 @@ class Advisor:
 
     def best(self, *, dense: bool, fitting: bool = True) -> Candidate | None:
         """The dense or compressed candidate with the shortest step, among those that fit or all."""
-        among = [c for c in self.candidates if c.dense == dense]
-        among = [c for c in among if self.fits(c) or not fitting]
-        return min(among, key=lambda c: self.cost(c).seconds, default=None)
+        among = [c for c in self.candidates if c.dense == dense and (self.fits(c) or not fitting)]
+        return min(among, key=self._seconds, default=None)
 
     def saving(self, candidate: Candidate, bandwidth: float | None = None) -> float:
         """Share of the best dense step that a candidate saves; negative if it takes longer."""
-        dense = min(self.cost(c, bandwidth).seconds for c in self.candidates if c.dense)
-        return 1 - self.cost(candidate, bandwidth).seconds / dense if dense else 0.0
+        dense = min(self._seconds(c, bandwidth) for c in self.candidates if c.dense)
+        return 1 - self._seconds(candidate, bandwidth) / dense if dense else 0.0
 
     def last_to_pay(self) -> tuple[str, float] | None:
-        """The policy that pays up to the highest bandwidth between hosts, and that bandwidth.
-
-        Returns:
-            The name, and bytes/s: infinity if the policy pays at the highest bandwidth of the
-            search. None if no policy pays at any bandwidth.
-        """
+        """The policy that pays up to the highest bandwidth between hosts, and that bandwidth:
+        infinity if it pays at the highest of the search. None if no policy pays at any."""
         among = [c for c in self.candidates if not (c.dense or c.chosen) and self.fits(c)]
-        limits = [(self._limit(c), c.name) for c in among]
-        limit, name = max(limits, default=(0.0, ""))
+        limit, name = max(((self._limit(c), c.name) for c in among), default=(0.0, ""))
         return (name, limit) if limit else None
 
     def _limit(self, candidate: Candidate) -> float:
@@ -216,88 +176,114 @@ class Advisor:
             low, high = (middle, high) if self.saving(candidate, middle) >= PAYS else (low, middle)
         return low
 
-    def _link(self, direction: Direction, waste: float, bandwidth: float | None = None) -> Link:
-        q = self.question
-        if q.shard_link is not None and direction != "replicas":
-            return replace(q.shard_link, reduce_scatter=waste)
-        link = replace(q.link, reduce_scatter=waste)
-        return link if bandwidth is None else replace(link, bandwidth=bandwidth)
+    def _seconds(self, candidate: Candidate, bandwidth: float | None = None) -> float:
+        return self.cost(candidate, bandwidth).seconds
 
-    def _work(
-        self, policy: Policy, time: CodecTime, dtype: torch.dtype, parameter_dtype: torch.dtype
-    ) -> tuple[Workload, int]:
-        """The policy's workload, and the bytes of memory that a rank needs."""
-        q = self.question
-        ranks = q.world_size // q.replicas
-        if q.ddp:
-            reduces, gathers = q.shapes.replicated_units(ranks, q.dtype), []
-            memory = replicated_bytes(q.shapes.numel, reduces)
-        else:
-            reduces, gathers = q.shapes.units(ranks, dtype, parameter_dtype)
-            memory = training_bytes(reduces, gathers)
-        plan = self._plan(policy, dtype, parameter_dtype)
-        work = workload(plan, time, gathers=gathers, micro_batches=q.micro_batches)
-        waiting = plan.memory.waiting if policy != self._dense and q.micro_batches > 1 else 0
-        return work, memory + plan.memory.peak + waiting
 
-    def _plan(self, policy: Policy, dtype: torch.dtype, parameter_dtype: torch.dtype) -> Plan:
-        q = self.question
-        choose = None
-        if is_automatic(policy):
-            choose = FastestChoice(
-                lambda _, direction: self._link(direction, self._waste),
-                self._time,
-                micro_batches=q.micro_batches,
-            )
-        # The plan's warnings are ignored: the table shows if a policy sends more than dense.
-        return plan_shapes(
-            q.shapes,
-            policy,
-            world_size=q.world_size,
-            replicas=q.replicas,
-            ddp=q.ddp,
-            ranks_per_host=1 if policy == self._dense else q.levels,
-            dtype=dtype,
-            parameter_dtype=parameter_dtype,
-            choose=choose,
-            gloo=q.gloo,
+def _link(q: Question, direction: Direction, waste: float, bandwidth: float | None = None) -> Link:
+    if q.shard_link is not None and direction != "replicas":
+        return replace(q.shard_link, reduce_scatter=waste)
+    return replace(q.link, reduce_scatter=waste, bandwidth=bandwidth or q.link.bandwidth)
+
+
+def _candidate(
+    q: Question,
+    policy: Policy,
+    time: CodecTime,
+    *,
+    dense: tuple[torch.dtype, torch.dtype] | None = None,
+) -> Candidate:
+    """A policy, or dense training with these dtypes of gradients and parameters."""
+    dtype, parameter_dtype = dense or (q.dtype, q.parameter_dtype)
+    if q.ddp:
+        gathers: list[UnitInfo] = []
+        memory = _replicated_bytes(q.shapes, q.shapes.replicated_units(q.sharded, q.dtype))
+    else:
+        reduces, gathers = q.shapes.units(q.sharded, dtype, parameter_dtype)
+        memory = _training_bytes(reduces, gathers)
+    chosen, choose = is_automatic(policy), None
+    if chosen:
+        waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
+        choose = FastestChoice(
+            lambda _, option: _link(q, option.direction, waste),
+            time,
+            micro_batches=q.micro_batches,
         )
+    # The plan's warnings are ignored: the table shows if a policy sends more than dense.
+    plan = plan_shapes(
+        q.shapes,
+        policy,
+        world_size=q.world_size,
+        replicas=q.replicas,
+        ddp=q.ddp,
+        ranks_per_host=1 if dense else q.levels,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+        choose=choose,
+        gloo=q.gloo,
+    )
+    work = Workload.of(plan, time, gathers=gathers, micro_batches=q.micro_batches)
+    memory += plan.memory.peak
+    if not dense and q.micro_batches > 1:
+        memory += plan.memory.waiting
+    rate = None if dense or policy.tuning is None else policy.tuning.rate_factor
+    return Candidate(policy.name, work, memory, dense=dense is not None, chosen=chosen, rate=rate)
 
-    def _codec_time(self, policies: Sequence[Policy]) -> tuple[str, CodecTime]:
-        q = self.question
-        if q.memory_bandwidth is not None:
-            return (
-                "codec time: a lower bound, as if codecs read and wrote every byte once at the "
-                "given memory bandwidth; not measured",
-                memory_time(q.memory_bandwidth),
-            )
-        if not q.gloo:
-            return (
-                "codec time: not included; --memory-bandwidth gives a lower bound",
-                no_time,
-            )
-        ops = get_ops("cpu", q.ops)
-        ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            speeds = self._speeds(policies, ops)
-        finally:
-            torch.set_num_threads(threads)
-        about = f"codec time: measured here, in one process with one thread ({ops_name})"
-        return about, measured_time(speeds)
 
-    def _speeds(self, policies: Sequence[Policy], ops: Ops) -> dict[str, Speed]:
-        q, device = self.question, torch.device("cpu")
-        speeds: dict[str, Speed] = {}
+def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:
+    """Bytes that a rank needs, without activations: the sharded state; the unsharded parameters of
+    the root and of two blocks (FSDP gathers one ahead); and the unsharded gradients of one unit,
+    twice: as FSDP holds them, and in the buffer that it reduces."""
+    columns = [sum(p.columns for p in info.params) for info in gathers]
+    sizes = [
+        (g, g.world_size * n * g.dtype.itemsize) for g, n in zip(gathers, columns, strict=True)
+    ]
+    root = sum(size for g, size in sizes if not g.name)
+    blocks = sorted(size for g, size in sizes if g.name)
+    gradients = [
+        r.world_size * sum(p.columns for p in r.params) * (r.dtype.itemsize + g.dtype.itemsize)
+        for r, g in zip(reduces, gathers, strict=True)
+    ]
+    return STATE_BYTES * sum(columns) + root + sum(blocks[-2:]) + max(gradients, default=0)
+
+
+def _replicated_bytes(shapes: ModelShapes, reduces: Sequence[UnitInfo]) -> int:
+    """Bytes that a rank needs with DDP, without activations: the state of all parameters, and the
+    gradients once more, in DDP's buckets."""
+    return STATE_BYTES * shapes.numel + sum(r.dtype.itemsize * r.numel for r in reduces)
+
+
+def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, CodecTime]:
+    """About the codec time, a proviso for limits, and the time."""
+    if q.memory_bandwidth is not None:
+        return (
+            "codec time: a lower bound, as if codecs read and wrote every byte once at the given "
+            "memory bandwidth; not measured",
+            ", or lower, because codecs take longer",
+            memory_time(q.memory_bandwidth),
+        )
+    if not q.gloo:
+        return (
+            "codec time: not included; --memory-bandwidth gives a lower bound",
+            ", or lower, because codec time is not included",
+            no_time,
+        )
+    ops, device = get_ops("cpu", q.ops), torch.device("cpu")
+    ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
+    about = f"codec time: measured here, in one process with one thread ({ops_name})"
+    speeds: dict[str, Speed] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         for dtype, parameters in ((q.dtype, False), (q.parameter_dtype, True)):
-            ranks = q.world_size // q.replicas
-            for world_size in {ranks, ranks // q.levels, q.replicas}:
+            for world_size in {q.sharded, q.sharded // q.levels, q.replicas}:
                 for policy in policies:
                     codecs = codecs_of(policy, dtype, world_size, parameters=parameters)
                     new = [c for c in codecs if speed_key(c) not in speeds]
                     speeds |= measure_speeds(new, ops, device, dtype)
-        return speeds
+    finally:
+        torch.set_num_threads(threads)
+    return about, "", measured_time(speeds)
 
 
 def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
@@ -314,4 +300,4 @@ def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name on the command line."""
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return next(name for name, known in DTYPES.items() if known == dtype)

@@ -1,4 +1,5 @@
-"""What a step sends for activations over the dimensions of a mesh, from shapes alone.
+"""What a step sends for activations over the dimensions of a mesh, from shapes alone, on which link
+each dimension lies, and whether compressing it pays.
 
 Counts for one rank, the busiest of its dimension, in a step with ``tokens`` tokens of its
 data-parallel rank, all micro-batches together:
@@ -14,6 +15,10 @@ ep  in every block with experts the tokens to their experts and back, and their
 ==  ===================================================================================
 
 Recomputed activations (checkpointing) send tp, cp and ep once more, which is not counted.
+
+Ranks are placed as torch numbers them: neighbours differ in the mesh's last dimension, and a host
+has neighbouring ranks. So the last dimensions lie inside hosts, and the first cross the links
+between them.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tagc.basics.quantities import format_seconds
+from tagc.costs.link import PAYS, Link, Traffic
 from tagc.costs.shapes import ModelError, ModelShapes, ParamShape
-from tagc.plan import format_bytes
+from tagc.plan import aligned, format_bytes
 from tagc.policy import Policy
 from tagc.policy.roles import role_of
 
@@ -36,39 +43,26 @@ DATA = ("dp", "dp_shard")
 
 @dataclass(frozen=True, kw_only=True)
 class DimensionTraffic:
-    """What one dimension sends in a step.
-
-    Attributes:
-        ranks: of the dimension.
-        elements: that a rank sends.
-        bits: of an element, scales included; None without a rule.
-        dense_bytes: that a rank sends without compression.
-        wire_bytes: that a rank sends.
-        collectives: that a rank starts.
-    """
+    """What a rank sends in one dimension in a step."""
 
     dimension: str
     ranks: int
     elements: int
-    bits: float | None
+    bits: float | None  # of an element, scales included; None without a rule
     dense_bytes: int
     wire_bytes: int
     collectives: int
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``pp=2,dp=4,tp=8`` as ranks by dimension.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """``pp=2,dp=4,tp=8`` as ranks by dimension. Raises ModelError for anything else."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, equals, ranks = part.strip().partition("=")
         if not equals or not ranks.isdecimal() or not 1 <= int(ranks) <= 2**20 or name in mesh:
-            raise ValueError(f"{text!r} is no mesh: write pp=2,dp=4,tp=8")
+            raise ModelError(f"{text!r} is no mesh: write pp=2,dp=4,tp=8")
         if name not in (*ACTIVATIONS, *DATA):
-            raise ValueError(f"{name!r} in {text!r} is none of {', '.join((*DATA, *ACTIVATIONS))}")
+            raise ModelError(f"{name!r} in {text!r} is none of {', '.join((*DATA, *ACTIVATIONS))}")
         mesh[name] = int(ranks)
     return mesh
 
@@ -102,7 +96,6 @@ def activation_traffic(
     """The traffic of each dimension that sends activations, in the mesh's order.
 
     Args:
-        shapes: of the whole model.
         tokens: of a data-parallel rank in a step, all micro-batches together.
         itemsize: bytes of an activation without compression.
 
@@ -110,14 +103,13 @@ def activation_traffic(
         ModelError: if the shapes lack what a dimension needs: blocks, experts.
     """
     width, blocks = _width(shapes), len(shapes.blocks)
-    stages = mesh.get("pp", 1)
+    mine = math.ceil(blocks / mesh.get("pp", 1))
     found = []
     for name, ranks in mesh.items():
         if name not in ACTIVATIONS or ranks == 1:
             continue
         if not blocks:
             raise ModelError(f"the model has no blocks, over which {name} would be counted")
-        mine = math.ceil(blocks / stages)
         others = (ranks - 1) / ranks
         if name == "tp":
             starts = 4 * mine
@@ -187,9 +179,131 @@ def traffic_table(traffic: list[DimensionTraffic], tokens: int) -> str:
         bits = "-" if t.bits is None else f"{t.bits:g}"
         sizes = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
         rows.append((t.dimension, str(t.ranks), bits, *sizes, f"{ratio:.2f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, *aligned(rows)])
+
+
+def place(mesh: Mapping[str, int], ranks_per_host: int) -> dict[str, int]:
+    """How many ranks of each dimension's group share a host. Raises ModelError if hosts do not hold
+    whole groups or equal parts of them."""
+    world = math.prod(mesh.values())
+    if world % ranks_per_host:
+        raise ModelError(
+            f"the mesh has {world} ranks, which do not divide by --ranks-per-host {ranks_per_host}"
+        )
+    found, room = {}, ranks_per_host
+    for name, ranks in reversed([*mesh.items()]):
+        together = math.gcd(ranks, room)
+        if together < min(ranks, room):
+            raise ModelError(
+                f"{name}={ranks} does not fill hosts: {room} ranks of it would have to share one"
+            )
+        found[name] = together
+        room //= together
+    return {name: found[name] for name in mesh}
+
+
+def link_of(link: Link, together: int) -> Link:
+    """The link of one dimension: ``together`` ranks of a group share a host, and so all groups of
+    the host share its card."""
+    groups = max(1, link.ranks_per_host // together)
+    return replace(link, ranks_per_host=together, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionAdvice:
+    """What compressing one dimension's activations does to its seconds in a step."""
+
+    traffic: DimensionTraffic
+    inside: bool  # whether all its groups lie inside hosts
+    dense_seconds: float
+    seconds: float  # compressed, on the link and in codecs
+    codec: float  # in codecs of it; 0 if not known
+
+    @property
+    def pays(self) -> bool:
+        """Whether compression saves a noticeable share of the dimension's time."""
+        return self.dense_seconds - self.seconds >= PAYS * self.dense_seconds > 0
+
+
+def advise_dimensions(
+    traffic: list[DimensionTraffic],
+    mesh: Mapping[str, int],
+    link: Link,
+    *,
+    memory_bandwidth: float | None,
+) -> list[DimensionAdvice]:
+    """Advice for each dimension that sends activations.
+
+    Args:
+        traffic: of a policy that compresses all of them.
+        link: between hosts, and inside one.
+        memory_bandwidth: bytes/s of the device's memory; None: codecs count as free.
+    """
+    together = place(mesh, link.ranks_per_host)
+    found = []
+    for t in traffic:
+        inside = together[t.dimension] == t.ranks
+        own = link_of(link, together[t.dimension])
+        # Encoding and decoding read or write each element and each byte of a message once.
+        codec = 2 * (t.dense_bytes + t.wire_bytes) / (memory_bandwidth or math.inf)
+        found.append(
+            DimensionAdvice(
+                traffic=t,
+                inside=inside,
+                dense_seconds=_seconds(t, own, inside=inside, coded=False),
+                seconds=_seconds(t, own, inside=inside, coded=True) + codec,
+                codec=codec,
+            )
+        )
+    return found
+
+
+def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> float:
+    sent = t.wire_bytes if coded else t.dense_bytes
+    # A coded all-reduce or reduce-scatter goes as messages to owners, and its sum comes back.
+    to_owners = sent / 2 if t.dimension == "tp" and coded else sent if t.dimension == "ep" else 0
+    starts = t.collectives * (2 if t.dimension == "tp" and coded else 1)
+    ways = {"inside": sent} if inside else {"all_to_all": to_owners, "ring": sent - to_owners}
+    return link.seconds(Traffic(collectives=starts, **ways), t.ranks)
+
+
+def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
+    """Text: a line for each dimension, and the policy to write."""
+    rows = [("activations", "ranks", "link", "dense", "time", "sent", "time", "compress")]
+    for each in advice:
+        t = each.traffic
+        where = "inside hosts" if each.inside else "between hosts"
+        known = not each.inside or link.inside < math.inf
+        dense, coded = (
+            format_seconds(s) if known else "-" for s in (each.dense_seconds, each.seconds)
+        )
+        before, after = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
+        pays = "yes" if each.pays else "no"
+        rows.append((t.dimension, str(t.ranks), where, before, dense, after, coded, pays))
+    return [*aligned(rows, left=(0, 2)), "", *_verdict(advice)]
+
+
+def _verdict(advice: list[DimensionAdvice]) -> list[str]:
+    """Sentences: what to compress, how much time it saves, and how to write the policy."""
+    names = [each.traffic.dimension for each in advice if each.pays]
+    if not names:
+        return ["Leave the activations to torch: compressing them does not pay."]
+    dense = sum(each.dense_seconds for each in advice)
+    best = sum(each.seconds if each.pays else each.dense_seconds for each in advice)
+    saved = f"{format_seconds(best)} a step instead of {format_seconds(dense)}"
+    if len(names) == len(advice):
+        return [f"Compress all activations, as policy hybrid-3d does: {saved}."]
+    rules = ", ".join(
+        f"{name}: {{codec: {{kind: quantized, bits: 8, block: 64}}}}" for name in names
+    )
+    return [
+        f"Compress {' and '.join(names)}: {saved} (what lies inside hosts without "
+        "--inside-bandwidth is not counted).",
+        f"Write {{schema: 1, extends: hybrid, dimensions: {{{rules}}}}}.",
+    ]
+
+
+def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:
+    """How many ranks that FSDP shards over share a host."""
+    together = place(mesh, ranks_per_host)
+    return math.prod(together[name] for name in mesh if name in DATA)

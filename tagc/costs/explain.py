@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 from tagc.attach.whole import check_policy
 from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
-from tagc.costs.codec_time import no_time
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
-from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan
+from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan, merged
 from tagc.policy import Policy, PolicyError
+
+_SIZES = ("dense_bytes", "wire_bytes", "stored_bytes")
 
 
 def explain(
@@ -81,11 +82,7 @@ def explain(
             f"policy {loaded.name!r} has no section sites: leave out the number of sites, or "
             "choose the built-in policy sites"
         )
-    own = _dtype(model, ddp and dtype is None)
-    choose = None
-    if link is not None:
-        note = "chosen for the given link; codec time is not included"
-        choose = FastestChoice(lambda _, direction: link, no_time, (note,), micro_batches)
+    own = _dtype(model, alike=ddp and dtype is None)
     plan = plan_shapes(
         ModelShapes.of(model),
         loaded,
@@ -95,7 +92,7 @@ def explain(
         ddp=ddp,
         dtype=dtype or own,
         parameter_dtype=parameter_dtype or own,
-        choose=choose,
+        choose=None if link is None else FastestChoice.of(link, micro_batches),
         micro_batches=micro_batches,
     )
     for warning in plan.warnings:
@@ -103,27 +100,23 @@ def explain(
     return plan
 
 
-def _dtype(model: nn.Module | Mapping[str, Sequence[int]], alike: bool) -> torch.dtype:
-    """The dtype of the parameters.
-
-    Args:
-        alike: whether all trained parameters must have it.
-    """
+def _dtype(model: nn.Module | Mapping[str, Sequence[int]], *, alike: bool) -> torch.dtype:
+    """The dtype of the parameters; ``alike``: which all trained parameters must have."""
     if not isinstance(model, nn.Module):
         return torch.float32
     if not alike:
         return next(model.parameters()).dtype
-    dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
+    dtypes = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
     if len(dtypes) != 1:
         raise ValueError(
             f"the trained parameters are of {len(dtypes)} dtypes ({as_list([*map(str, dtypes)])}), "
             "but DDP can be planned for one only: give dtype"
         )
-    return next(iter(dtypes))
+    return dtypes[0]
 
 
 def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
-    """Plan a policy for sites that each hold a model with these shapes, sharded by FSDP2.
+    """Plan a policy between sites that each hold a model with these shapes, sharded by FSDP2.
 
     Raises:
         ValueError: if the ranks do not divide among the sites.
@@ -134,8 +127,7 @@ def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: i
     if world_size % sites:
         raise ValueError(f"{world_size} ranks do not divide among {sites} sites")
     units, _ = shapes.units(world_size // sites, torch.float32, torch.float32)
-    held = [unit for unit in units if unit.params]
-    return build_plan([between_sites(unit, sites) for unit in held], policy)
+    return build_plan([between_sites(unit, sites) for unit in units if unit.params], policy)
 
 
 def plan_shapes(
@@ -143,12 +135,12 @@ def plan_shapes(
     policy: Policy,
     *,
     world_size: int,
-    replicas: int,
+    replicas: int = 1,
     ranks_per_host: int = 1,
     ddp: bool = False,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
-    choose: Choose | None,
+    choose: Choose | None = None,
     gloo: bool = False,
     micro_batches: int = 1,
 ) -> Plan:
@@ -159,24 +151,20 @@ def plan_shapes(
         ddp: whether each rank has the whole model.
         gloo, micro_batches: see :func:`tagc.plan.build_plan`.
     """
+    sharded = world_size // replicas
+    levels = ranks_in_levels(sharded, ranks_per_host)
+    gathers: list[UnitInfo] = []
+    across: list[UnitInfo] = []
     if ddp:
         check_policy(policy, replicas > 1)
-        levels = ranks_in_levels(world_size, ranks_per_host)
-        whole = shapes.replicated_units(world_size, dtype, ranks_per_host=levels)
-        return build_plan(whole, policy, choose=choose, gloo=gloo, micro_batches=micro_batches)
-    if policy.replicas and replicas == 1:
+        units = shapes.replicated_units(sharded, dtype, ranks_per_host=levels)
+    elif policy.replicas and replicas == 1:
         raise PolicyError(
             f"policy {policy.name!r} has rules for replicas: give the number of replicas, or use a "
             "policy without such rules"
         )
-    sharded = world_size // replicas
-    units, gathers = shapes.units(
-        sharded,
-        dtype,
-        parameter_dtype,
-        ranks_per_host=ranks_in_levels(sharded, ranks_per_host),
-    )
-    across: list[UnitInfo] = []
+    else:
+        units, gathers = shapes.units(sharded, dtype, parameter_dtype, ranks_per_host=levels)
     if replicas > 1:
         across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
     return build_plan(
@@ -188,3 +176,32 @@ def plan_shapes(
         gloo=gloo,
         micro_batches=micro_batches,
     )
+
+
+def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
+    """A plan as data for JSON: the bytes that a rank sends and stores.
+
+    Args:
+        full: whether each parameter has a row, even if blocks are equal.
+    """
+    rows = plan.rows if full else merged(plan.rows)
+    sums: dict[str, dict[str, float]] = {}
+    for row in rows:
+        of = sums.setdefault(row.direction, dict.fromkeys(_SIZES, 0))
+        for name in _SIZES:
+            of[name] += getattr(row, name)
+    return {
+        "model": shapes.data,
+        "policy": plan.policy.name,
+        "warmup_steps": plan.warmup_steps,
+        "micro_batches": plan.micro_batches,
+        "sent": {
+            direction: {"wire_bytes": wire, "dense_bytes": dense}
+            for direction, (wire, dense) in plan.sent.items()
+        },
+        "directions": sums,
+        "memory": {**asdict(plan.memory), "peak": plan.memory.peak},
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+        "rows": [asdict(row) for row in rows],
+    }

@@ -1,14 +1,65 @@
-"""Bandwidth and latency between ranks."""
+"""Predicts the seconds of a step, on the link and in codecs, from a plan.
+
+A unit's collectives take ``latency * collectives + bytes / bandwidth``, and codecs take seconds per
+element (:mod:`tagc.costs.speed`). A step takes ``compute + codec + link - hidden``, where
+``hidden = min(overlap * link, compute)``: compute hides at most the share ``overlap`` of the
+communication, and at most its own duration. Codecs are not hidden, because they use the cores or
+the memory that compute uses. The step is one long after warm-up.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from tagc.costs.traffic import Traffic
+from tagc.costs.speed import CodecTime, codec_seconds
+from tagc.ops.program import Send
+from tagc.plan import Direction, Plan, UnitInfo, UnitPlan, native_units, sends_in_step
 
+PAYS = 0.05
+"""Compression pays if it saves this share of the seconds of the uncompressed form."""
 # gloo's own reduce-scatter sends as much as an all-reduce: twice the bytes it needs, at any size.
 GLOO_REDUCE_SCATTER = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The number of collectives of a step, and the bytes that a rank sends in them."""
+
+    collectives: int = 0
+    reduced: float = 0.0  # in the backend's own reduce-scatter
+    gathered: float = 0.0  # in the backend's own all-gather
+    ring: float = 0.0  # in all-reduces, and in messages that are the same for all ranks
+    all_to_all: float = 0.0  # in messages or cells that differ for each rank
+    across: float = 0.0  # between hosts, to the ranks with the same place on them
+    inside: float = 0.0  # to ranks of the same host
+
+    def __add__(self, other: Traffic) -> Traffic:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Traffic(**sums)
+
+
+def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
+    """Traffic of a unit in a step of ``micro_batches`` backwards."""
+    total = Traffic()
+    for send, times in sends_in_step(unit, micro_batches):
+        sent = times * send.bytes_for(send.inp.numel)
+        total += Traffic(collectives=times, **{_way(send): sent})
+    return total
+
+
+def _way(send: Send) -> str:
+    """The field of :class:`Traffic` that counts a collective's bytes."""
+    own = send.inp.dtype.is_floating_point
+    if send.level != "flat":
+        return send.level
+    if send.kind == "reduce-scatter":
+        # Cells go by all-to-all on gloo; NCCL's ring is no worse.
+        return "reduced" if own else "all_to_all"
+    if send.kind == "all-gather" and own:
+        return "gathered"
+    return "all_to_all" if send.kind == "all-to-all" else "ring"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +101,66 @@ class Link:
         crossing = R * (W - R) / (W - 1) if W > R else 1.0
         rings = traffic.reduced * self.reduce_scatter + traffic.gathered + traffic.ring
         return self.groups * (rings + traffic.all_to_all * crossing + traffic.across * R)
+
+
+def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
+    """Seconds per step of one unit in one direction, on the link and in codecs."""
+    sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
+    return sent + codec_seconds(unit, time, micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """A predicted step, in seconds."""
+
+    compute: float  # without communication
+    codec: float
+    link: float
+    overlap: float  # share of ``link`` that compute can hide, in [0, 1]
+    wire_bytes: float  # that a host sends
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that overlap with compute."""
+        return min(self.overlap * self.link, self.compute)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.compute + self.codec + self.link - self.hidden
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Work of a rank in a step, independent of the link: the traffic of all units by direction and
+    number of ranks, and seconds in codecs."""
+
+    traffic: Mapping[tuple[Direction, int], Traffic]
+    codec: float
+
+    @classmethod
+    def of(
+        cls, plan: Plan, time: CodecTime, gathers: Sequence[UnitInfo] = (), micro_batches: int = 1
+    ) -> Workload:
+        """Add up the units of a plan, and the model's all-gathers if it has no rules for them."""
+        units = [*plan.all_units]
+        if not plan.parameters:
+            units += native_units(gathers, "parameters")
+        sums: dict[tuple[Direction, int], Traffic] = {}
+        for unit in units:
+            key = (unit.direction, unit.info.world_size)
+            sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
+        return cls(sums, sum(codec_seconds(unit, time, micro_batches) for unit in units))
+
+    def cost(
+        self, links: Mapping[Direction, Link], compute: float = 0.0, overlap: float = 0.0
+    ) -> StepCost:
+        """Predict a step. ``overlap`` is 0 for gloo on CPUs: ranks wait for every collective."""
+        parts = [(links[direction], sent, W) for (direction, W), sent in self.traffic.items()]
+        return StepCost(
+            compute=compute,
+            codec=self.codec,
+            link=sum(link.seconds(sent, W) for link, sent, W in parts),
+            overlap=overlap,
+            wire_bytes=sum(link.carried(sent, W) for link, sent, W in parts),
+        )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -34,15 +33,8 @@ _LONGEST_NAME = 400
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name that no module's parameter has.
-
-    Args:
-        where: the source of the name, for the message.
-
-    Raises:
-        ModelError: if the name is empty, too long, or has characters that cannot be printed, such
-            as control characters or lone surrogates.
-    """
+    """Refuse a name that no module's parameter has: empty, too long, or with characters that cannot
+    be printed, such as control characters. ``where`` is its source, for the message."""
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise ModelError(
             f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
@@ -52,7 +44,7 @@ def check_name(name: str, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """A parameter. ``shape`` is its whole shape, before sharding."""
+    """A parameter, before sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,28 +58,27 @@ class ParamShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model's parameters and the names of its blocks.
-
-    Attributes:
-        source: text for users about what was read; may be empty.
-    """
+    """A model's parameters and the names of its blocks."""
 
     params: tuple[ParamShape, ...]
     blocks: tuple[str, ...]
-    source: str = ""
+    source: str = ""  # what was read, for users
 
     @property
     def numel(self) -> int:
         """Number of parameters."""
         return sum(p.numel for p in self.params)
 
+    @property
+    def data(self) -> dict[str, object]:
+        """Its size and source, for JSON."""
+        blocks, source = len(self.blocks), self.source or None
+        return {"parameters": self.numel, "blocks": blocks, "source": source}
+
     @classmethod
     def of(cls, model: nn.Module | Mapping[str, Sequence[int]], source: str = "") -> ModelShapes:
-        """Take the shapes of a module (on any device), or shapes by name.
-
-        Raises:
-            ModelError: if a name or a size exceeds what any model has.
-        """
+        """Take the shapes of a module (on any device), or shapes by name. Raises ModelError if a
+        name or a size exceeds what any model has."""
         if isinstance(model, nn.Module):
             params = [
                 ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
@@ -108,52 +99,38 @@ class ModelShapes:
         *,
         ranks_per_host: int = 1,
     ) -> tuple[list[UnitInfo], list[UnitInfo]]:
-        """The reduce-scatter and the all-gather of every unit, in the same order, the root first.
-
-        Args:
-            dtype: dtype of the gradients that FSDP reduces.
-            parameter_dtype: dtype of the parameters that FSDP gathers.
-            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
-        """
-        held: dict[str, list[ParamShape]] = {"": []} | {block: [] for block in self.blocks}
+        """The reduce-scatter of gradients of ``dtype`` and the all-gather of parameters of
+        ``parameter_dtype`` of every unit, in the same order, the root first."""
+        held: dict[str, list[UnitParam]] = {"": []} | {block: [] for block in self.blocks}
         for param in self.params:
-            held[_outermost(param.name, held)].append(param)
-        reduces, gathers = [], []
-        for name, params in held.items():
-            if params:
-                sharded = [_sharded(p, world_size) for p in params]
-                trained = [s for s, p in zip(sharded, params, strict=True) if p.trainable]
-                common: dict[str, Any] = {
-                    "name": name,
-                    "world_size": world_size,
-                    "ranks_per_host": ranks_per_host,
-                }
-                reduces.append(UnitInfo(params=tuple(trained), dtype=dtype, **common))
-                gathers.append(
-                    UnitInfo(
-                        params=tuple(sharded),
-                        dtype=parameter_dtype,
-                        per_step=2 if name else 1,
-                        **common,
-                    )
-                )
+            held[_outermost(param.name, held)].append(_sharded(param, world_size))
+        gathers = [
+            UnitInfo(
+                name=name,
+                params=tuple(params),
+                world_size=world_size,
+                dtype=parameter_dtype,
+                per_step=2 if name else 1,
+                ranks_per_host=ranks_per_host,
+            )
+            for name, params in held.items()
+            if params
+        ]
+        reduces = [
+            replace(g, params=tuple(p for p in g.params if not p.frozen), dtype=dtype, per_step=1)
+            for g in gathers
+        ]
         return reduces, gathers
 
     def replicated_units(
         self, world_size: int, dtype: torch.dtype, *, ranks_per_host: int = 1
     ) -> list[UnitInfo]:
-        """The all-reduce of every unit if each rank has the whole model, in DDP.
+        """The all-reduce of every unit if each rank has the whole model, of ``dtype``, in DDP."""
 
-        Args:
-            dtype: dtype of all parameters and gradients.
-            ranks_per_host: see :class:`tagc.plan.UnitInfo`.
-        """
-
-        def parameter(p: ParamShape) -> nn.Parameter:
-            empty = torch.empty(p.shape, dtype=dtype, device="meta")
-            return nn.Parameter(empty, requires_grad=p.trainable)
-
-        named = ((p.name, parameter(p)) for p in self.params)
+        named = (
+            (p.name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.trainable))
+            for p in self.params
+        )
         return planned_units(named, world_size, ranks_per_host)
 
 
@@ -253,16 +230,14 @@ def synthetic(numel: int) -> ModelShapes:
     rest = numel - 2 * vocabulary * width
     layers = max(2, round(rest / (12 * width**2)))
     inner = max(step, round((rest / layers - 4 * width**2) / (3 * width * step)) * step)
+    block = {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    block |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    block |= {"mlp.down_proj": (width, inner)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for i in range(layers):
-        block = f"model.layers.{i}"
-        for name in "qkvo":
-            shapes[f"{block}.self_attn.{name}_proj.weight"] = (width, width)
-        shapes[f"{block}.mlp.gate_proj.weight"] = (inner, width)
-        shapes[f"{block}.mlp.up_proj.weight"] = (inner, width)
-        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
-        shapes[f"{block}.input_layernorm.weight"] = (width,)
-        shapes[f"{block}.post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    shapes["lm_head.weight"] = (vocabulary, width)
-    return ModelShapes.of(shapes)
+        matrices = {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+        norms = (f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention"))
+        shapes |= matrices | dict.fromkeys(norms, (width,))
+    return ModelShapes.of(
+        shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+    )

@@ -1,9 +1,11 @@
-"""Measures codecs on this device, in seconds per element."""
+"""Seconds that codecs take: measured on this device, assumed from its memory, or none."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,10 +14,9 @@ from tagc.codecs import CodecPlan
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.replay import Replay, Store
-from tagc.costs.codec_time import Speed, speed_key
 from tagc.ops import Ops
 from tagc.ops.program import Launch, Program, Send, Step
-from tagc.plan import Segment, UnitInfo, UnitParam, UnitPlan
+from tagc.plan import MessagePlan, Segment, UnitInfo, UnitParam, UnitPlan, sends_in_step
 from tagc.plan.gathers import Gathers
 from tagc.plan.reductions import Reductions, Variant
 
@@ -27,6 +28,99 @@ _REPEATS = 5
 _HELD_BACK = 10_000_000
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds per element that a codec takes on one device."""
+
+    encode: float
+    decode: float  # of a sketch, per element of the sum: it is summed before it is decoded
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How often a rank encodes and decodes messages in a step, from gradients or parameters of
+    ``dtype``."""
+
+    messages: MessagePlan
+    dtype: torch.dtype
+    encodes: int
+    decodes: int
+
+
+CodecTime = Callable[[Coding, Segment], float]
+"""Seconds that a rank spends encoding and decoding one segment of messages in a step."""
+
+
+def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
+    """Seconds that a rank spends encoding and decoding a unit in a step of ``micro_batches``
+    backwards."""
+    starts = Counter[str]()
+    for send, times in sends_in_step(unit, micro_batches):
+        starts[send.flight] += times
+    total = 0.0
+    for flight, messages in unit.flights.items():
+        encodes = decodes = starts[flight]
+        if unit.direction == "parameters" and not unit.keeps_copy:
+            # A backward may decode what the forward received.
+            decodes = micro_batches * unit.info.per_step
+        if encodes:
+            coding = Coding(messages, unit.info.dtype, encodes, decodes)
+            total += sum(time(coding, segment) for segment in messages.segments if segment.columns)
+    return total
+
+
+def speed_key(codec: CodecPlan) -> str:
+    """The properties of a codec that decide its speed, except sizes."""
+    stored = codec.feedback
+    return " ".join(
+        [
+            codec.name.removesuffix(" kept"),
+            *([f"at {codec.density:g}"] if codec.density < 1 else []),
+            *([f"with {str(stored.dtype).removeprefix('torch.')} feedback"] if stored else []),
+        ]
+    )
+
+
+def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:
+    """Codec time from measured speeds, by :func:`speed_key`. It raises ValueError for a codec
+    without a speed."""
+
+    def seconds(coding: Coding, segment: Segment) -> float:
+        key = speed_key(segment.codec)
+        if key not in speeds:
+            raise ValueError(f"no speed was measured for {key!r}, only for {', '.join(speeds)}")
+        speed, messages = speeds[key], coding.messages
+        encoded = messages.made * coding.encodes
+        # Cells are decoded once, as a sum.
+        decoded = (1 if segment.codec.cells else messages.read) * coding.decodes
+        return segment.columns * (speed.encode * encoded + speed.decode * decoded)
+
+    return seconds
+
+
+def memory_time(bandwidth: float) -> CodecTime:
+    """A lower bound of codec time on a device with a memory bandwidth of ``bandwidth`` bytes/s. It
+    counts only the bytes that encoding and decoding must read and write, each once. Real kernels
+    take longer."""
+
+    def seconds(coding: Coding, segment: Segment) -> float:
+        codec, messages = segment.codec, coding.messages
+        row = segment.columns * coding.dtype.itemsize
+        stored = codec.feedback.row_bytes(segment.columns) if codec.feedback else 0
+        encode = messages.made * (row + 2 * stored + 4 * (codec.words + codec.cells))
+        if codec.of_changes:  # it also reads its own row of the copy
+            encode += row
+        decode = 4 * (messages.read * codec.words + codec.cells) + messages.rows * row
+        return (encode * coding.encodes + decode * coding.decodes) / bandwidth
+
+    return seconds
+
+
+def no_time(coding: Coding, segment: Segment) -> float:
+    """No codec time: codecs count as free."""
+    return 0.0
+
+
 def measure_speeds(
     codecs: Iterable[CodecPlan],
     ops: Ops,
@@ -35,29 +129,18 @@ def measure_speeds(
     *,
     repeats: int = _REPEATS,
 ) -> dict[str, Speed]:
-    """Measure every codec on gradients (or parameters) of ``dtype``.
-
-    Returns:
-        Speeds by :func:`speed_key`.
-    """
+    """Measure every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
     speeds: dict[str, Speed] = {}
+    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
     for codec in codecs:
         key = speed_key(codec)
         if key not in speeds:
-            speeds[key] = _measure(codec, ops, device, dtype, repeats)
+            sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
+            encode = _seconds(sample.encode, sample.restore, device, repeats)
+            decode = _seconds(sample.decode, sample.receive, device, repeats)
+            decoded = numel // _RANKS if codec.cells else numel
+            speeds[key] = Speed(encode=encode / numel, decode=decode / decoded)
     return speeds
-
-
-def _measure(
-    codec: CodecPlan, ops: Ops, device: torch.device, dtype: torch.dtype, repeats: int
-) -> Speed:
-    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
-    sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
-    decoded = numel // _RANKS if codec.cells else numel
-    return Speed(
-        encode=_seconds(sample.encode, sample.restore, device, repeats) / numel,
-        decode=_seconds(sample.decode, sample.receive, device, repeats) / decoded,
-    )
 
 
 class _Sample:
@@ -66,16 +149,11 @@ class _Sample:
     def __init__(
         self, codec: CodecPlan, numel: int, ops: Ops, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make a segment of ``numel`` columns."""
         param = UnitParam(name="sample", shape=(_RANKS * numel,), columns=numel)
         info = UnitInfo(name="sample", params=(param,), world_size=_RANKS, dtype=dtype)
+        resized = codec.resized(numel)
         segment = Segment(
-            start=0,
-            stop=numel,
-            params=(param,),
-            role="sample",
-            rule=None,
-            codec=codec.resized(numel),
+            start=0, stop=numel, params=(param,), role="sample", rule=None, codec=resized
         )
         direction = "parameters" if codec.of_changes else "gradients"
         unit = UnitPlan(direction=direction, info=info, segments=(segment,))
@@ -151,31 +229,25 @@ class _Sample:
 def _seconds(
     run: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int
 ) -> float:
+    """Seconds of the fastest repeat, as other load on the machine only adds time."""
     before()
     run()  # the first call compiles, or warms up
-    timed = _on_cpu(run, before, repeats)
     if device.type == "cuda":
         with torch.cuda.device(device):
-            timed = _on_gpu(run, before, repeats)
-    return min(timed)  # other load on the machine only adds time
-
-
-def _on_cpu(
-    run: Callable[[], object], before: Callable[[], object], repeats: int
-) -> Iterator[float]:
+            return _on_gpu(run, before, repeats)
+    taken = []
     for _ in range(repeats):
         before()
         start = time.perf_counter()
         run()
-        yield time.perf_counter() - start
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
-def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: int) -> list[float]:
+def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
     """Seconds of the kernels alone. In a step the host launches them ahead of the device; here they
     queue up behind a wait, so that events between them do not wait for the host."""
-    events = [
-        [torch.cuda.Event(enable_timing=True) for _ in ("start", "end")] for _ in range(repeats)
-    ]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
     torch.cuda._sleep(_HELD_BACK)
     for start, end in events:
@@ -184,4 +256,4 @@ def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: in
         run()
         end.record()
     torch.cuda.synchronize()
-    return [1e-3 * start.elapsed_time(end) for start, end in events]
+    return min(1e-3 * start.elapsed_time(end) for start, end in events)

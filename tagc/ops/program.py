@@ -187,6 +187,14 @@ class Send:
         part = sent * (self.ranks - 1) // self.ranks
         return 2 * part if self.kind == "all-reduce" else part
 
+    def bytes_for(self, numel: float) -> float:
+        """Bytes that a rank sends to others for ``numel`` elements of :attr:`inp`, in a ring if it
+        sums; if ranks send unequal columns, an average over ranks for as many of each."""
+        others = (self.ranks - 1) * numel * self.inp.dtype.itemsize
+        if self.kind.startswith("all-gather"):
+            return others
+        return (2 if self.kind == "all-reduce" else 1) * others / self.ranks
+
     @property
     def scratch(self) -> Place | None:
         """What a backend that does not add up receives before a sum; None without a sum."""

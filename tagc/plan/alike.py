@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tagc.plan.row import Row
+from tagc.plan.table import Row
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
@@ -97,8 +97,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     """``{0–3,7}`` for 0, 1, 2, 3, 7; a single number without braces."""
     if len(numbers) == 1:
         return str(numbers[0])
-    said = []
+    ranges = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         *_, last = first, *_ = [number for _, number in run]
-        said.append(str(first) if first == last else f"{first}–{last}")
-    return f"{{{','.join(said)}}}"
+        ranges.append(str(first) if first == last else f"{first}–{last}")
+    return f"{{{','.join(ranges)}}}"

@@ -10,6 +10,7 @@ from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
 from tagc.plan.checks import (
     COMPRESSIBLE,
+    about_shots,
     beyond_their_names,
     check_dtype,
     check_effect,
@@ -30,7 +31,7 @@ from tagc.plan.plan import Plan
 from tagc.plan.sites import about_sites
 from tagc.plan.step import native_units
 from tagc.plan.table import as_list
-from tagc.plan.two_shots import about_shots, in_fewest_bytes
+from tagc.plan.two_shots import in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,9 @@ from tagc.codecs import CodecConfig, Special
 from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
+from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
+from tagc.plan.two_shots import why_one_shot
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import (
@@ -59,7 +62,7 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
     layouts = {(u.peers, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
     for hosts, ranks in sorted(layouts):
         mine = [u for u in units if (u.peers, u.info.ranks_per_host) == (hosts, ranks)]
-        inside = format_bytes(sum(u.inside_bytes for u in mine))
+        inside = format_bytes(sum(map(bytes_inside, mine)))
         what, others = f"{mine[0].direction} of {len(mine)} units in two levels", hosts - 1
         if mine[0].direction == "gradients":
             forms = dict.fromkeys(
@@ -92,6 +95,28 @@ def in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterat
             f"{units[0].direction} of {as_list(names)}: nothing is compressed, so the backend "
             "sends these units among all ranks at once, as without tagc"
         )
+
+
+def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Notes about the units all-reduced in two shots, and the reasons for one shot."""
+    two = [unit for unit in units if unit.shots is not None]
+    if two:
+        shots = sum(sum(bytes_in_step(unit)) for unit in two)
+        once = sum(sum(bytes_in_step(replace(unit, shots=None))) for unit in two)
+        yield (
+            f"{two[0].direction} of {len(two)} units in two shots: each of the "
+            f"{two[0].peers} replicas adds up a slice and sends the sum to all "
+            f"({format_bytes(shots)}; in one shot, every message to all, "
+            f"{format_bytes(once)})"
+        )
+    whole: dict[str, list[str]] = {}
+    for unit in units:
+        one_shot = unit.all_reduced and unit.compressed and unit.shots is None
+        if one_shot and unit.peers > 2:
+            why = why_one_shot(unit) or "two would send more"
+            whole.setdefault(why, []).append(unit.info.label)
+    for why, names in whole.items():
+        yield f"{units[0].direction} of {as_list(names)} in one shot, every message to all: {why}"
 
 
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:

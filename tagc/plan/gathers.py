@@ -79,6 +79,15 @@ class Gathers:
         )
 
     @cached_property
+    def uncompressed(self) -> Program:
+        """What FSDP's own all-gather does; on hosts in two levels."""
+        if self._unit.info.ranks_per_host == 1:
+            return self._program(("gather parameters", self._gather(self._out, self._inp)))
+        rows = Place("across_recv", (self._unit.peers, self._unit.columns), self._inp.dtype)
+        steps = [*self._gather(rows, self._inp), *self._hand_on(self._out, rows)]
+        return self._program(("gather parameters", steps))
+
+    @cached_property
     def rows(self) -> Program:
         """Fills the other rows of a copy of which this rank knows its own, after a load."""
         return self._program(("gather parameters", self._send_rows()))

@@ -10,7 +10,6 @@ import torch
 
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.programs import programs_of
-from tagc.plan.stages import StagePlan
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 
@@ -84,12 +83,7 @@ def buffer_bytes(units: Sequence[UnitPlan], *, gloo: bool) -> int:
 def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
     """The buffers of one unit, including those of its warm-up, by their names in
     :class:`tagc.codecs.workspace.Workspace`."""
-    info = unit.info
-    if info.world_size == 1:
-        return
-    if unit.direction == "parameters" and not unit.compressed:
-        if info.ranks_per_host > 1:
-            yield "across_recv", info.dtype, unit.peers * unit.buffer_columns
+    if unit.info.world_size == 1:
         return
     for program in programs_of(unit):
         places = [p for p in program.places if p.kind == "scratch"]
@@ -101,10 +95,8 @@ def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
 
 def _waiting(unit: UnitPlan) -> int:
     """Bytes of the waiting sum of a host's ranks, in float32."""
-    if unit.all_reduced:
-        return 0
-    inside = (stage for stage in unit.route if stage.level == "inside")
-    return sum(4 * s.rows * s.columns for s in inside if unit.direction == "gradients")
+    adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
+    return 4 * unit.peers * unit.buffer_columns if adds_up and not unit.all_reduced else 0
 
 
 def _moment(unit: UnitPlan) -> int:
@@ -112,21 +104,20 @@ def _moment(unit: UnitPlan) -> int:
     if unit.info.world_size == 1:
         return 0
     found = (
-        _moment_of(unit, stage, stage.messages, segment)
-        for stage in unit.route
-        if stage.messages is not None
-        for segment in stage.messages.segments
+        _moment_of(unit, messages, segment)
+        for messages in unit.flights.values()
+        for segment in messages.segments
     )
     return max(found, default=0)
 
 
-def _moment_of(unit: UnitPlan, stage: StagePlan, messages: MessagePlan, segment: Segment) -> int:
+def _moment_of(unit: UnitPlan, messages: MessagePlan, segment: Segment) -> int:
     codec, feedback, dtype = segment.codec, segment.codec.feedback, unit.info.dtype
     half = dtype == torch.float16
     # The CPU's operators encode float16 from a copy in float32.
     encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
-    if stage.level == "inside" and unit.direction == "gradients":
-        return max(encoding, codec.sums_bytes(stage.rows, stage.ranks))
+    if messages is unit.inside:
+        return max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
     adds_up = messages.rows == 1  # otherwise each message fills a row of its own
     decoding = codec.widened_bytes(messages.read) if adds_up else 0
     after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)

@@ -13,10 +13,10 @@ from tagc.plan.alike import merged
 from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
-from tagc.plan.row import Row
+from tagc.plan.programs import bytes_in_step
 from tagc.plan.sites import anchor_bytes, exchange_buffers
-from tagc.plan.step import Sent, about_steps, headline, sent_in_step, times_in_step
-from tagc.plan.table import as_text
+from tagc.plan.step import Sent, about_steps, headline, sent_in_step
+from tagc.plan.table import Row, as_text
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
@@ -110,10 +110,7 @@ class Plan:
     def rows(self) -> tuple[Row, ...]:
         """One row per parameter and direction, in the order of FSDP's buffers."""
         return tuple(
-            row
-            for unit in self.all_units
-            for segment in unit.segments
-            for row in _rows(unit, segment, self.policy, self.micro_batches)
+            row for unit in self.all_units for row in _rows(unit, self.policy, self.micro_batches)
         )
 
     @property
@@ -151,27 +148,29 @@ class Plan:
         return as_text(f"policy {self.policy.name}: {self.headline}{after}", rows, notes)
 
 
-def _rows(unit: UnitPlan, segment: Segment, policy: Policy, micro_batches: int) -> Iterator[Row]:
-    """One row for each of a segment's parameters."""
-    columns = [unit.dense_columns([param]) for param in segment.params]
-    total = sum(columns) or 1
-    shares = segment.codec.word_shares(columns)
-    often, natively = times_in_step(unit, micro_batches)
-    for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
-        info = policy.describe(param.name, param.shape)
-        yield Row(
-            direction=unit.direction,
-            unit=unit.info.label,
-            param=param.name,
-            shape=param.shape,
-            role=info.role,
-            codec=segment.codec.name,
-            density=segment.codec.density,
-            dense_bytes=natively * unit.dense_bytes(own),
-            wire_bytes=often * unit.wire_bytes(segment) * wire_share,
-            stored_bytes=unit.stored_bytes(segment) * own / total,
-            why_dense="" if segment.compressed else _why_dense(unit, segment, param, policy, info),
-        )
+def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:
+    """One row for each of a unit's parameters."""
+    sent = bytes_in_step(unit, micro_batches)
+    for segment, wire_bytes in zip(unit.segments, sent, strict=True):
+        columns = [unit.dense_columns([param]) for param in segment.params]
+        total = sum(columns) or 1
+        shares = segment.codec.word_shares(columns)
+        for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
+            info = policy.describe(param.name, param.shape)
+            why = "" if segment.compressed else _why_dense(unit, segment, param, policy, info)
+            yield Row(
+                direction=unit.direction,
+                unit=unit.info.label,
+                param=param.name,
+                shape=param.shape,
+                role=info.role,
+                codec=segment.codec.name,
+                density=segment.codec.density,
+                dense_bytes=unit.dense_bytes(own, micro_batches),
+                wire_bytes=wire_bytes * wire_share,
+                stored_bytes=unit.stored_bytes(segment) * own / total,
+                why_dense=why,
+            )
 
 
 def _why_dense(

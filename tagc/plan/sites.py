@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tagc.basics.quantities import format_bandwidth
 from tagc.plan.memory import buffer_bytes
+from tagc.plan.programs import bytes_in_step
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitInfo
@@ -17,7 +18,7 @@ AT_ONCE = 2**24
 
 def exchange_bytes(units: Sequence[UnitPlan]) -> float:
     """Bytes that a rank sends to other sites when every unit is exchanged once."""
-    return sum(unit.wire_bytes(segment) for unit in units for segment in unit.segments)
+    return sum(sum(bytes_in_step(unit)) for unit in units)
 
 
 def anchor_bytes(units: Sequence[UnitPlan], config: SitesConfig) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tagc.codecs.dense import DensePlan
 from tagc.plan.messages import Segment
+from tagc.plan.programs import bytes_in_step
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo
@@ -32,19 +33,13 @@ def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPl
     return units
 
 
-def times_in_step(unit: UnitPlan, micro_batches: int) -> tuple[int, int]:
-    """How often a unit is sent in a step of ``micro_batches`` backwards, and uncompressed."""
-    return micro_batches if unit.each_backward else 1, 1 if unit.all_reduced else micro_batches
-
-
 def sent_in_step(units: Sequence[UnitPlan], micro_batches: int) -> Sent:
     """The bytes of these units in a step."""
     wire = dense = 0.0
     for unit in units:
-        often, natively = times_in_step(unit, micro_batches)
-        wire += often * sum(map(unit.wire_bytes, unit.segments))
+        wire += sum(bytes_in_step(unit, micro_batches))
         columns = sum(unit.dense_columns(segment.params) for segment in unit.segments)
-        dense += natively * unit.dense_bytes(columns)
+        dense += unit.dense_bytes(columns, micro_batches)
     return wire, dense
 
 

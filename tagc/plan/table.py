@@ -1,10 +1,34 @@
-"""Formats a plan as a table."""
+"""The rows of the table that a plan prints, and texts of tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
-from tagc.plan.row import Row
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter of the plan, or several equal ones. Bytes are what a rank sends in a step, or
+    stores.
+
+    Attributes:
+        why_dense: why it is not compressed; empty if it is.
+        alike: how many parameters the row stands for.
+    """
+
+    direction: str
+    unit: str
+    param: str
+    shape: tuple[int, ...]
+    role: str
+    codec: str
+    density: float
+    dense_bytes: float
+    wire_bytes: float
+    stored_bytes: float
+    why_dense: str = ""
+    alike: int = 1
+
 
 _HEAD = ("unit", "parameter", "×", "shape", "role", "codec", "density")
 _BYTES = ("dense", "wire", "stored")
@@ -48,13 +72,24 @@ def _table(rows: Sequence[Row]) -> list[str]:
     sums = (_sum(rows, f"{name}_bytes") for name in _BYTES)
     before = len(head) - len(_BYTES) - 1 - explained
     total = ("total", *[""] * before, *map(format_bytes, sums), *([""] if explained else []))
+    lines = aligned((head, *body, total), [i for i, name in enumerate(head) if name in _LEFT])
     widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """The lines of a table.
+
+    Args:
+        left: the columns that are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(w) if name in _LEFT else cell.rjust(w)
-            for name, cell, w in zip(head, row, widths, strict=True)
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in (head, tuple("-" * w for w in widths), *body, total)
+        for row in rows
     ]
 
 

@@ -16,7 +16,7 @@ of each matrix, ``dense`` anywhere. ``sketch`` uses one shot: its cells are summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,6 @@ from tagc.codecs import Cut
 from tagc.ops.launches import Pieces
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import ParamSlice
-from tagc.plan.table import as_list, format_bytes
 from tagc.plan.unit_plan import TwoShots, UnitPlan
 
 
@@ -132,32 +131,6 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
         column += cut.length
 
 
-def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes about the units all-reduced in two shots, and the reasons for one shot."""
-    two = [unit for unit in units if unit.shots is not None]
-    if two:
-        once = sum(_wire_bytes(replace(unit, shots=None)) for unit in two)
-        yield (
-            f"{two[0].direction} of {len(two)} units in two shots: each of the "
-            f"{two[0].peers} replicas adds up a slice and sends the sum to all "
-            f"({format_bytes(sum(map(_wire_bytes, two)))}; in one shot, every message to all, "
-            f"{format_bytes(once)})"
-        )
-    whole: dict[str, list[str]] = {}
-    for unit in units:
-        one_shot = unit.all_reduced and unit.compressed and unit.shots is None
-        if one_shot and unit.peers > 2:
-            why = why_one_shot(unit) or "two would send more"
-            whole.setdefault(why, []).append(unit.info.label)
-    for why, names in whole.items():
-        yield f"{units[0].direction} of {as_list(names)} in one shot, every message to all: {why}"
-
-
 def _words(unit: UnitPlan) -> int:
     """Words of a step's messages, without padding."""
-    messages = [stage.messages for stage in unit.route if stage.messages is not None]
-    return sum(segment.codec.words for found in messages for segment in found.segments)
-
-
-def _wire_bytes(unit: UnitPlan) -> float:
-    return sum(map(unit.wire_bytes, unit.segments))
+    return sum(s.codec.words for found in unit.flights.values() for s in found.segments)

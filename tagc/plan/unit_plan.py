@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from tagc.codecs import CodecPlan, Cut
 from tagc.plan.messages import MessagePlan, Segment, sent_spans
-from tagc.plan.stages import Collective, StagePlan
 from tagc.plan.units import UnitInfo, UnitParam
 
 Direction = Literal["gradients", "parameters", "replicas"]
@@ -61,7 +58,7 @@ class UnitPlan:
 
     @cached_property
     def messages(self) -> MessagePlan:
-        """The messages of the first stage that sends messages to other hosts."""
+        """The first messages that are sent to other hosts."""
         if self.shots is not None:
             return self.shots.reduce
         W, H, copies = self.info.world_size, self.peers, self.keeps_copy
@@ -76,93 +73,20 @@ class UnitPlan:
         )
 
     @cached_property
-    def route(self) -> tuple[StagePlan, ...]:
-        """The collectives that carry the unit in a step, one after another."""
-        if self.direction == "parameters":
-            return self._gather()
-        return self._average() if self.all_reduced else self._reduction()
-
-    def _reduction(self) -> tuple[StagePlan, ...]:
-        on_hosts = self.info.ranks_per_host > 1
-        across = StagePlan(
-            collective="all-to-all" if self.compressed else "reduce-scatter",
-            level="across" if on_hosts else "flat",
-            ranks=self.peers,
-            columns=self.buffer_columns,
-            dtype=self.info.dtype,
-            each_backward=not on_hosts,
-            messages=self.messages if self.compressed else None,
-        )
-        inside = StagePlan(
-            collective="reduce-scatter",
-            level="inside",
-            ranks=self.info.ranks_per_host,
-            columns=self.buffer_columns,
-            dtype=self.info.dtype,
-            rows=self.peers,
-            messages=self.inside,
-        )
-        return (inside, across) if on_hosts else (across,)
-
-    def _gather(self) -> tuple[StagePlan, ...]:
-        on_hosts = self.info.ranks_per_host > 1
-        across = StagePlan(
-            collective="all-gather",
-            level="across" if on_hosts else "flat",
-            ranks=self.peers,
-            columns=self.buffer_columns,
-            dtype=self.info.dtype,
-            repeats=self.exchanges,
-            decodes=1 if self.keeps_copy else self.info.per_step,
-            each_backward=not self.keeps_copy,
-            messages=self.messages if self.compressed else None,
-        )
-        # Ranks of a host forward messages to each other, or exchange rows of their copy.
-        hand_on = self.compressed and not self.keeps_copy
-        inside = StagePlan(
-            collective="all-gather",
-            level="inside",
-            ranks=self.info.ranks_per_host,
-            columns=self.messages.row_words if hand_on else self.buffer_columns,
-            dtype=torch.int32 if hand_on else self.info.dtype,
-            rows=self.peers,
-            repeats=self.exchanges if hand_on else self.info.per_step,
-        )
-        return (across, inside) if on_hosts else (across,)
-
-    def _average(self) -> tuple[StagePlan, ...]:
-        on_hosts = self.info.ranks_per_host > 1
-
-        def stage(
-            collective: Collective, messages: MessagePlan | None = None, *, inside: bool = False
-        ) -> StagePlan:
-            return StagePlan(
-                collective=collective,
-                level="inside" if inside else "across" if on_hosts else "flat",
-                ranks=self.info.ranks_per_host if inside else self.peers,
-                columns=self.buffer_columns,
-                dtype=self.info.dtype,
-                each_backward=False,
-                messages=messages,
-            )
-
+    def flights(self) -> dict[str, MessagePlan]:
+        """The messages that its programs send, by the name of the flight; empty if gradients or
+        parameters are sent as they are."""
         if not self.compressed:
-            found = (stage("all-reduce"),)
-        elif self.shots is None:
-            found = (stage("all-gather", self.messages),)
-        else:
-            found = (
-                stage("all-to-all", self.shots.reduce),
-                stage("all-gather", self.shots.gather),
-            )
-        if not on_hosts:
-            return found
-        first = stage("reduce-scatter", self.inside, inside=True)
-        return first, *found, stage("all-gather", inside=True)
+            return {}
+        found = {} if self.inside is None else {"messages_inside": self.inside}
+        found["messages"] = self.messages
+        if self.shots is not None:
+            found["sums_of_slices"] = self.shots.gather
+        return found
 
     @cached_property
     def words(self) -> int:
-        """int32 words of all segments in the messages of all stages except those inside hosts."""
+        """int32 words of all segments in all messages, except those inside hosts."""
         shots = () if self.shots is None else (self.shots.gather,)
         return sum(messages.words for messages in (self.messages, *shots))
 
@@ -243,46 +167,19 @@ class UnitPlan:
         wanted = any(s.codec.reuses_forward_message for s in self.segments)
         return wanted and self.info.per_step > 1 and not self.keeps_copy
 
-    @cached_property
-    def exchanges(self) -> int:
-        """How often the all-gather of all ranks, or across hosts, runs in a step with one
-        backward."""
-        return 1 if self.reuses_forward_message or self.keeps_copy else self.info.per_step
-
-    @cached_property
-    def each_backward(self) -> bool:
-        """Whether a rank sends to other hosts in the backward of every micro-batch, or once in an
-        optimizer step."""
-        return any(stage.each_backward for stage in self.route if stage.level != "inside")
-
-    def dense_bytes(self, columns: float) -> float:
-        """Bytes that a rank sends in a step for ``columns`` uncompressed columns; with two levels,
-        only those to other hosts."""
+    def dense_bytes(self, columns: float, micro_batches: int = 1) -> float:
+        """Bytes that a rank sends for ``columns`` uncompressed columns in a step of
+        ``micro_batches`` backwards; with two levels, only those to other hosts."""
         others = self.peers - 1
         if self.all_reduced:
-            return 2 * others / self.peers * columns * self.info.dtype.itemsize
-        return others * columns * self.info.dtype.itemsize * self.info.per_step
-
-    @cached_property
-    def inside_bytes(self) -> int:
-        """Bytes that a rank sends to ranks of its own host: of gradients in a backward, to add them
-        up; of parameters in a step, to forward what came from other hosts."""
-        return int(sum(stage.bytes for stage in self.route if stage.level == "inside"))
-
-    def wire_bytes(self, segment: Segment) -> float:
-        """Bytes that a rank sends in a step for a segment, including its counts; with two levels,
-        only those to other hosts."""
-        if not self.compressed:
-            return self.dense_bytes(self.dense_columns(segment.params))
-        i = self.segments.index(segment)
-        return sum(stage.bytes_of(i) for stage in self.route if stage.level != "inside")
+            return 2 * others * columns * self.info.dtype.itemsize / self.peers
+        return others * columns * self.info.dtype.itemsize * self.info.per_step * micro_batches
 
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes that a rank stores for a segment between steps: residual, owner state, the
         forward's message, the copy."""
         i = self.segments.index(segment)
-        found = [stage.messages for stage in self.route if stage.messages is not None]
-        stored = sum(messages.stored_bytes(messages.segments[i]) for messages in found)
+        stored = sum(m.stored_bytes(m.segments[i]) for m in self.flights.values())
         if self.reuses_forward_message:
             stored += 4 * int(self.messages.words_of(segment)) * self.messages.read
         if self.keeps_copy:

@@ -22,6 +22,7 @@ from support.marks import covering, slow
 from support.small_net import local_weights, loss_of, sharded, train
 from support.units import gathered
 from tagc.collect import CopyGatherer
+from tagc.plan import bytes_inside
 
 
 def changed_rows(rows: Tensor, shards: Tensor, bits: int) -> Tensor:
@@ -133,7 +134,7 @@ def test_bytes_are_those_of_the_plan(rank: int, world_size: int, reshard: bool) 
     compressor = tagc.compressor(model)
     rows = [row for row in compressor.plan().rows if row.direction == "parameters"]
     planned = sum(row.wire_bytes for row in rows)
-    inside = sum(unit.inside_bytes for unit in compressor.plan().parameters)
+    inside = sum(map(bytes_inside, compressor.plan().parameters))
     peers = 2
     whole = (peers - 1) * sum(4 * unit.columns for unit in compressor.plan().parameters)
     train(model, rank, 1)

@@ -22,6 +22,7 @@ from support.marks import slow
 from support.small_net import loss_of, sharded
 from support.states import POLICIES, run, wrapped
 from tagc.collect import hosts
+from tagc.plan import bytes_in_step, bytes_inside
 
 QUANTIZED = POLICIES["quantized residual"]
 
@@ -90,10 +91,10 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, policy: str) -
     for reducer in compressor.reducers:
         # Sketches agree once on their first thresholds: a float a segment and host.
         first += 4 * 2 * sum(bool(s.codec.cells) for s in reducer.plan.compressed)
-    planned = sum(unit.wire_bytes(s) for unit in plan.units for s in unit.segments)
+    planned = sum(sum(bytes_in_step(unit)) for unit in plan.units)
     assert compressor.wire_bytes == steps * planned + first
     metrics = compressor.metrics()
-    assert metrics.inside_wire_bytes == steps * sum(unit.inside_bytes for unit in plan.units)
+    assert metrics.inside_wire_bytes == steps * sum(map(bytes_inside, plan.units))
     # Half of a buffer of 4 rows goes to the neighbour, a row of its sum to the other host.
     columns = sum(unit.columns for unit in plan.units)
     assert metrics.inside_wire_bytes == steps * 2 * columns * 4
@@ -124,7 +125,7 @@ def test_parameters_come_by_way_of_neighbours(rank: int, world_size: int, keep: 
     with torch.no_grad():
         assert torch.equal(loss_of(flat, rank, 3), loss_of(on_hosts, rank, 3))
     plan = mine.plan()
-    steps = 2 * sum(u.wire_bytes(s) for u in plan.parameters for s in u.segments)
+    steps = 2 * sum(sum(bytes_in_step(unit)) for unit in plan.parameters)
     evaluation = mine.parameter_wire_bytes - steps
     assert 3 * mine.parameter_wire_bytes == theirs.parameter_wire_bytes
     assert evaluation > 0
@@ -132,7 +133,7 @@ def test_parameters_come_by_way_of_neighbours(rank: int, world_size: int, keep: 
     # One message goes to the other host, then two to the neighbour.
     assert metrics.parameter_inside_wire_bytes == 2 * metrics.parameter_wire_bytes
     assert 3 * metrics.parameter_dense_bytes == theirs.metrics().parameter_dense_bytes
-    inside = 2 * sum(unit.inside_bytes for unit in plan.parameters)
+    inside = 2 * sum(map(bytes_inside, plan.parameters))
     assert metrics.parameter_inside_wire_bytes == inside + 2 * evaluation
     assert "parameters of 4 units in two levels" in str(plan)
 
@@ -206,9 +207,9 @@ def test_what_is_gathered_again_inside_a_host(rank: int, world_size: int) -> Non
     model = wrapped(gathering(INT8), sharded(reshard_after_forward=2), hosts=2)
     compressor = tagc.compressor(model)
     run(model, rank, range(2))
-    planned = 2 * sum(u.wire_bytes(s) for u in compressor.plan().parameters for s in u.segments)
+    planned = 2 * sum(sum(bytes_in_step(unit)) for unit in compressor.plan().parameters)
     assert compressor.parameter_wire_bytes == planned
-    forward = 2 * sum(unit.inside_bytes for unit in compressor.plan().parameters)
+    forward = 2 * sum(map(bytes_inside, compressor.plan().parameters))
     assert compressor.metrics().parameter_inside_wire_bytes > forward
 
 

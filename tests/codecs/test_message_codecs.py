@@ -16,7 +16,7 @@ from support.distributed import on_ranks
 from support.launching import sketch_of
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.ops.bitmap import from_bitmap
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan, bytes_in_step
 from tagc.policy import Policy
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -193,7 +193,7 @@ def bytes_per_element(world_size: int, support: str) -> float:
     matrix = UnitParam(name="w", shape=(4096, 4096), columns=2**24 // world_size)
     info = UnitInfo(name="", params=(matrix,), world_size=world_size, dtype=torch.float32)
     plan = build_plan([info], rules).units[0]
-    return plan.wire_bytes(plan.segments[0]) / (1 - 1 / world_size) / 2**24
+    return bytes_in_step(plan)[0] / (1 - 1 / world_size) / 2**24
 
 
 def test_a_shared_sketch_does_not_grow_with_the_ranks() -> None:

@@ -48,7 +48,7 @@ RANKS: dict[str, dict[str, Any]] = {
 
 
 def messages(unit: UnitPlan) -> list[MessagePlan]:
-    return [stage.messages for stage in unit.route if stage.messages is not None]
+    return [*unit.flights.values()]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -26,7 +26,7 @@ from support.launching import missing_mask
 from support.units import gathered, matrix_plan, normal, on_grid, unit_reducer
 from tagc.codecs.sketch import SketchPlan
 from tagc.collect import ReplicaAverage, UnitReducer
-from tagc.plan import build_plan
+from tagc.plan import build_plan, bytes_in_step, bytes_inside
 from tagc.policy import Policy
 
 SUM = dist.ReduceOp.SUM
@@ -226,7 +226,8 @@ def test_bytes_are_what_the_plan_says(rank: int, world_size: int, route: str, co
         # Sketches agree once on their first thresholds: a float for each segment and destination.
         peers, made = plan.peers, plan.messages.made
         once = 4 * (peers - 1) * made * len(plan.of(SketchPlan))
-        assert reducer.wire_bytes == once + 3 * sum(plan.wire_bytes(s) for s in plan.segments)
-        compressed = 3 * sum(plan.wire_bytes(s) for s in plan.compressed)
+        assert reducer.wire_bytes == once + 3 * sum(bytes_in_step(plan))
+        sent = zip(plan.segments, bytes_in_step(plan), strict=True)
+        compressed = 3 * sum(n for s, n in sent if s.compressed)
         assert reducer.compressed_wire_bytes == once + compressed
-        assert reducer.counters.inside_bytes == 3 * plan.inside_bytes
+        assert reducer.counters.inside_bytes == 3 * bytes_inside(plan)

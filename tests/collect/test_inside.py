@@ -13,7 +13,7 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, gathered, normal, reduce
-from tagc.plan import UnitPlan, build_plan
+from tagc.plan import UnitPlan, build_plan, bytes_inside
 from tagc.policy import Policy, PolicyError
 
 SUM = dist.ReduceOp.SUM
@@ -41,12 +41,12 @@ def test_what_fits_is_added_up_as_it_is(rank: int, world_size: int) -> None:
     """To the bit, residuals too; and the plan knows the bytes."""
     native = plan_of(world_size, "native")
     assert native.inside is None
-    sent = {"native": native.inside_bytes}
+    sent = {"native": bytes_inside(native)}
     results = {inside: outcome(rank, plan_of(world_size, inside)) for inside in ("native", *FORMS)}
     for inside in FORMS:
         for mine, theirs in zip(results[inside], results["native"], strict=True):
             assert torch.equal(mine, theirs)
-        sent[inside] = plan_of(world_size, inside).inside_bytes
+        sent[inside] = bytes_inside(plan_of(world_size, inside))
     dense = sum(s.columns for s in native.dense)
     rows = 2 * 4  # two hosts, a neighbour each; bytes of a word
     assert sent["native"] == rows * native.columns
@@ -63,7 +63,7 @@ def outcome(rank: int, plan: UnitPlan) -> list[Tensor]:
     with host_reducer(rank, plan) as reducer:
         for step in range(3):
             found.append(reduce(reducer, integers(4, plan.columns, step)[rank], SUM))
-        assert reducer.counters.inside_bytes == 3 * plan.inside_bytes
+        assert reducer.counters.inside_bytes == 3 * bytes_inside(plan)
         found += [residual.clone() for residual in reducer.residuals.values()]
     return found
 

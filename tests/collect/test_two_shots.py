@@ -18,7 +18,7 @@ from support.units import codec_plan, gathered, matrix_plan, on_grid, reduce, un
 from tagc.codecs.workspace import Workspace
 from tagc.collect import UnitReducer, rehearse
 from tagc.ops import get_ops
-from tagc.plan import Plan, UnitPlan, in_two_shots, slices_of
+from tagc.plan import Plan, UnitPlan, bytes_in_step, in_two_shots, slices_of
 from tagc.selfcheck import Recorder
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def test_the_warm_up_is_one_all_reduce(rank: int, world_size: int) -> None:
         buffers = on_grid(world_size, plan.columns, step)[:, 0]
         out = reduce(reducer, buffers[rank], AVG)
         assert torch.equal(out, buffers.mean(0)) == (step < 2)
-    dense, compressed = plan.dense_bytes(plan.columns), sum(map(plan.wire_bytes, plan.segments))
+    dense, compressed = plan.dense_bytes(plan.columns), sum(bytes_in_step(plan))
     assert reducer.wire_bytes == 2 * dense + compressed
 
 

@@ -14,7 +14,7 @@ import tagc
 from support.paths import ROOT
 from tagc.commands.cli import main
 from tagc.costs import Speed, candidates, speed_key
-from tagc.costs.quality import UNTUNED, WITH_DDP
+from tagc.costs.advise import UNTUNED, WITH_DDP
 from tagc.policy import data_parallel_policies
 
 # One block matrix on 2 ranks: 2 ** 20 elements, of which a rank sends half in a reduce-scatter.
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_the_documentation(shapes: str, capsys: Any) -> None
     page = (ROOT / "docs" / "quality.md").read_text()
     cells = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| ([-+][0-9.]+%) \|", page, re.MULTILINE)
     assert {name: f"{loss:+.1%}" for name, loss in UNTUNED.items()} == {
-        name: said.replace("-0.0%", "+0.0%") for name, said in cells
+        name: text.replace("-0.0%", "+0.0%") for name, text in cells
     }
     out = run(capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit")
     table = rows(out)
@@ -158,12 +158,12 @@ def test_what_ranks_on_a_host_send(capsys: Any) -> None:
     assert "the 8 ranks of a host add up their gradients first; inside a host: 800 Gbit/s" in table
     assert rows(table)["loco-4bit"][1] != shared["loco-4bit"][1]
     # Gradients in fp32 then take longest inside: 8 bits there make the fastest faster still.
-    said = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit")
-    slow = rows(said)
+    text = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit")
+    slow = rows(text)
     inside = [name for name in slow if name.endswith(", inside int8")]
     assert len(inside) == 1
     written = f"{{schema: 1, extends: {inside[0].partition(',')[0]}, inside: int8}}"
-    assert f"Write {inside[0]} as {written}." in said
+    assert f"Write {inside[0]} as {written}." in text
     assert all(", inside" not in name for name in shared)
     seconds = {name: float(row[1].split()[0]) for name, row in slow.items()}
     assert min(seconds, key=lambda name: seconds[name]) == inside[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.collect import Transport, transport
-from tagc.costs import Link, Speed, auto
+from tagc.costs import Link, Speed, auto, speed_key
 from tagc.costs.auto import codecs_of
 from tagc.handle import wrapper
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
 from tagc.policy import Policy
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
@@ -75,7 +75,6 @@ def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
     """What this rank measures."""
-    from tagc.costs import speed_key
 
     def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
         return {speed_key(codec): speed for codec in codecs}
@@ -130,9 +129,9 @@ def test_auto_is_the_policy_without_a_word(rank: int, world_size: int) -> None:
     with measuring(SLOW), patch.object(wrapper, "say") as say:
         model = tagc.wrap(sharded(), ops="reference")
     # It says what it chose, and from what.
-    said = [call.args[0] for call in say.call_args_list]
-    assert len(said) == (rank == 0)
-    for line in said:
+    lines = [call.args[0] for call in say.call_args_list]
+    assert len(lines) == (rank == 0)
+    for line in lines:
         assert line.startswith(
             "policy 'auto' chose quantized int4 for gradients, quantized int8 for parameters "
             "(measured over 2 ranks: 0.008 Gbit/s; plan().freeze(file) keeps the choice): a rank "
@@ -152,13 +151,13 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     plan = tagc.compressor(model).plan()
     assert not any(unit.compressed for unit in plan.all_units)
     assert sum(row.stored_bytes for row in plan.rows) == 0
-    said = str(plan).splitlines()[3:6]
-    assert said[0] == (
+    lines = str(plan).splitlines()[3:6]
+    assert lines[0] == (
         "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
         "native reduce-scatter takes 1 and all-gather 1 times as long as messages"
     )
-    assert "quantized int4" in said[1]
-    assert said[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
+    assert "quantized int4" in lines[1]
+    assert lines[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
 
 
 def _choose_on_ranks(rank: int, links: list[Link], speeds: list[Speed]) -> tuple[Any, ...]:
@@ -179,9 +178,9 @@ SLOW_CODEC = Speed(encode=1e-3, decode=1e-3)
     ],
 )
 def test_all_choose_by_the_slowest(links: list[Link], speeds: list[Speed], chosen: str) -> None:
-    said = run_ranks(_choose_on_ranks, 2, links, speeds)
-    assert said[0] == said[1]
-    assert said[0][2] == chosen
+    lines = run_ranks(_choose_on_ranks, 2, links, speeds)
+    assert lines[0] == lines[1]
+    assert lines[0][2] == chosen
 
 
 def _slowest_of_grid(rank: int) -> list[float]:
@@ -265,57 +264,59 @@ def unit() -> UnitInfo:
     )
 
 
+def codecs_chosen(
+    link: Callable[[UnitPlan], Link], *rules: dict, time: float = 0.0, **more: Any
+) -> list[tuple[str, int]]:
+    """Codec and ranks in a level of each segment."""
+    loaded = Policy.load({"schema": 1, "gradients": list(rules)})
+    choose = auto.FastestChoice(lambda _, option: link(option), lambda coding, segment: time)
+    info = replace(unit(), **{k: v for k, v in more.items() if k != "gloo"})
+    (plan,) = build_plan([info], loaded, choose=choose, gloo=more.get("gloo", False)).units
+    return [(s.codec.name, plan.info.ranks_per_host) for s in plan.segments]
+
+
+ANY = {"when": {}, "codec": {"kind": "auto"}}
+
+
 def test_a_unit_is_chosen_as_a_whole() -> None:
     """Each segment has its own bound, and both leave the native path together."""
     rules = [
         {"when": {"role": role}, "codec": {"kind": "auto", "min_bits": bits}}
         for role, bits in (("mlp", 4), ("attention", 16))
     ]
-    loaded = tagc.Policy.load({"schema": 1, "gradients": rules})
-
-    def built(link: Link) -> list[str]:
-        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 1e-5)
-        (plan,) = build_plan([unit()], loaded, choose=choose).units
-        return [s.codec.name for s in plan.segments]
-
-    assert built(SLOW) == ["quantized int4", "dense bfloat16"]
-    assert built(FAST) == ["dense", "dense"]
+    slow, fast = (codecs_chosen(lambda _, n=n: n, *rules, time=1e-5) for n in (SLOW, FAST))
+    assert slow == [("quantized int4", 1), ("dense bfloat16", 1)]
+    assert fast == [("dense", 1), ("dense", 1)]
 
 
-def test_a_dense_unit_has_the_link_among_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("among_all", "gloo", "expected"),
+    [
+        (FAST, False, ("dense", 1)),
+        (SLOW, False, ("quantized int4", 2)),
+        (FAST, True, ("quantized int4", 2)),
+    ],
+)
+def test_a_dense_unit_has_the_link_among_all_ranks(
+    among_all: Link, gloo: bool, expected: tuple[str, int]
+) -> None:
     """On hosts: NCCL sends such units in one level, over links that were measured apart."""
-    loaded = tagc.Policy.load({"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "auto"}}]})
-    info = replace(unit(), world_size=4, ranks_per_host=2)
 
-    def built(fast: bool, gloo: bool) -> tuple[str, int]:
-        choose = auto.FastestChoice(
-            lambda position, direction: SLOW,
-            lambda unit, segment: 0.0,
-            link_of_all=lambda position: FAST if fast else SLOW,
-        )
-        (plan,) = build_plan([info], loaded, choose=choose, gloo=gloo).units
-        return plan.segments[0].codec.name, plan.info.ranks_per_host
+    def link(option: UnitPlan) -> Link:
+        return among_all if option.info.ranks_per_host == 1 else SLOW
 
-    assert built(fast=True, gloo=False) == ("dense", 1)
-    assert built(fast=False, gloo=False) == ("quantized int4", 2)
-    assert built(fast=True, gloo=True) == ("quantized int4", 2)
+    found = codecs_chosen(link, ANY, gloo=gloo, world_size=4, ranks_per_host=2)
+    assert set(found) == {expected}
 
 
-def test_a_small_saving_is_not_worth_it() -> None:
-    """4 bits save half of the seconds of 8, until the latency makes that less than 30%."""
-    rule = {"when": {}, "codec": {"kind": "auto"}}
-    loaded = tagc.Policy.load({"schema": 1, "gradients": [rule]})
-
-    def built(latency: float) -> str:
-        link = Link(bandwidth=1e9, latency=latency)
-        choose = auto.FastestChoice(lambda position, direction: link, lambda unit, segment: 0.0)
-        (plan,) = build_plan([unit()], loaded, choose=choose).units
-        return plan.segments[0].codec.name
-
-    # 262144 columns go to the other rank: 1.05, 0.52, 0.26 and 0.13 ms on the link.
-    assert built(latency=0.0) == "quantized int4"
-    assert built(latency=0.3e-3) == "quantized int8"
-    assert built(latency=1.0) == "dense"
+@pytest.mark.parametrize(
+    ("latency", "codec"), [(0.0, "quantized int4"), (0.3e-3, "quantized int8"), (1.0, "dense")]
+)
+def test_a_small_saving_is_not_worth_it(latency: float, codec: str) -> None:
+    """4 bits save half of the seconds of 8, until the latency makes that less than 30%. (262144
+    columns go to the other rank: 1.05, 0.52, 0.26 and 0.13 ms on the link.)"""
+    link = Link(bandwidth=1e9, latency=latency)
+    assert {name for name, _ in codecs_chosen(lambda _: link, ANY)} == {codec}
 
 
 def test_what_nothing_is_owed_of_is_rounded_by_chance() -> None:

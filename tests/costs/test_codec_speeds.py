@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,19 +21,17 @@ WRAPPED = [name for name in tagc.policies() if tagc.Policy.load(name).sites is N
 @pytest.mark.parametrize("parameters", [False, True])
 def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> None:
     """Whatever a plan holds is among what is measured for it."""
-    from tagc.costs import speed as codec_speed
-
     timed: dict[str, Speed] = {}
-    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+    with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}):
         for name in WRAPPED:
             codecs = auto.codecs_of(tagc.Policy.load(name), torch.float32, 2, parameters=parameters)
             new = [c for c in codecs if speed_key(c) not in timed]
             ops, device = get_ops("cpu", "reference"), torch.device("cpu")
             timed |= measure_speeds(new, ops, device, torch.float32, repeats=1)
-    assert all(speed.encode > 0 and speed.decode > 0 for speed in timed.values())
-    link = Link(bandwidth=1e3)
+    assert all(found.encode > 0 and found.decode > 0 for found in timed.values())
+    link, shapes = Link(bandwidth=1e3), {p.name: p.shape for p in synthetic(1_000_000).params}
     for name in WRAPPED:
-        plan = tagc.explain(synthetic_shapes(), name, world_size=2, link=link)
+        plan = tagc.explain(shapes, name, world_size=2, link=link)
         for unit in plan.all_units:
             if unit.compressed and (unit.direction == "parameters") == parameters:
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
@@ -40,10 +39,6 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(parameters: bool) -> No
 
 def test_every_turn_starts_from_an_empty_residual() -> None:
     """One that grew from turn to turn would select more than fits, and time the trimming of it."""
-    from types import SimpleNamespace
-
-    from tagc.costs import speed as codec_speed
-
     real, seen = get_ops("cpu", "reference"), []
 
     def encoding(name: str) -> Any:
@@ -58,16 +53,12 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
     }
     encoders = {name: encoding(name) for name in ("encode", "quantize")}
     ops: Any = SimpleNamespace(**decoders, **encoders)
-    with patch.dict(codec_speed._ELEMENTS, {"cpu": 1 << 12}):
+    with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}):
         for policy in ("attn-only", "loco-4bit"):
             codecs = auto.codecs_of(tagc.Policy.load(policy), torch.float32, 2, parameters=False)
             measure_speeds(codecs, ops, torch.device("cpu"), torch.float32, repeats=3)
     assert {name for name, _ in seen} == {"encode", "quantize"}
     assert all(owed == 0 for _, owed in seen)
-
-
-def synthetic_shapes() -> dict[str, tuple[int, ...]]:
-    return {p.name: p.shape for p in synthetic(1_000_000).params}
 
 
 def test_a_gpu_is_timed_by_events_behind_a_wait() -> None:

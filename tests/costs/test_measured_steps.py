@@ -55,7 +55,7 @@ def predicted(cell: Any, unlimited: Any, probe: Any, free: Any, ranks: int) -> f
 
 def miss(r: Group, method: str, rate: str) -> float:
     """The predicted step over the measured one, less 1; medians over the passes."""
-    taken, said = [], []
+    taken, forecast = [], []
     for cell in r.find("step", rate, method):
         base, link, free = (
             next(c for c in found if c["key"]["pass"] == cell["key"]["pass"])
@@ -65,9 +65,9 @@ def miss(r: Group, method: str, rate: str) -> float:
                 r.find("link", UNLIMITED),
             )
         )
-        said.append(predicted(cell, base, link, free, r.ranks))
+        forecast.append(predicted(cell, base, link, free, r.ranks))
         taken.append(statistics.median(cell["step_seconds"]))
-    return statistics.median(said) / statistics.median(taken) - 1
+    return statistics.median(forecast) / statistics.median(taken) - 1
 
 
 def test_nearly_all_steps_are_within_15_percent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import struct
 import sys
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tagc.costs import models
 from tagc.costs.models import load_model
 from tagc.costs.shapes import ModelError, ModelShapes
 
@@ -40,8 +40,6 @@ def shapes(model: ModelShapes) -> dict[str, tuple[int, ...]]:
 
 # Configs of transformers
 
-CONFIG = "tagc.costs.models.config"
-
 
 @pytest.fixture
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +58,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         return nn.ModuleList(nn.Linear(3, 4, device="meta") for _ in range(2))
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(importlib.import_module(CONFIG), "_by_transformers", make)
+    monkeypatch.setattr(models, "_by_transformers", make)
     return asked
 
 

@@ -30,7 +30,7 @@ def refused(capsys: Any, argv: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
         (["hybrid", "--params", "7e9"], "tagc explain 7e9 --policy hybrid --world 64"),
@@ -43,12 +43,12 @@ def refused(capsys: Any, argv: list[str]) -> str:
         (["7B", "--mesh", "tp:8", "--tokens", "1"], "is no mesh"),
     ],
 )
-def test_explain(argv: list[str], said: str, capsys: Any) -> None:
-    assert said in refused(capsys, ["explain", *argv])
+def test_explain(argv: list[str], message: str, capsys: Any) -> None:
+    assert message in refused(capsys, ["explain", *argv])
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([*OF_7B, "--bandwidth", "10Gbits"], "'10Gbits' is not a bandwidth: write a number and"),
         ([*OF_7B, "--bandwidth", "0Gbit"], "'0Gbit' is not a bandwidth above zero"),
@@ -66,12 +66,12 @@ def test_explain(argv: list[str], said: str, capsys: Any) -> None:
         ([*SITES, "--world", "6"], "--world 6 does not divide by --sites 4"),
     ],
 )
-def test_advise(argv: list[str], said: str, capsys: Any) -> None:
-    assert said in refused(capsys, argv)
+def test_advise(argv: list[str], message: str, capsys: Any) -> None:
+    assert message in refused(capsys, argv)
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("no_such:make", "cannot import module 'no_such' of 'no_such:make'"),
         ("json:make", "module 'json' has no function 'make'"),
@@ -80,5 +80,5 @@ def test_advise(argv: list[str], said: str, capsys: Any) -> None:
         ("no.json", "cannot read a model from no.json: No such file"),
     ],
 )
-def test_models(model: str, said: str, capsys: Any) -> None:
-    assert said in refused(capsys, [*ADVISE, "--world", "64", "--model", model])
+def test_models(model: str, message: str, capsys: Any) -> None:
+    assert message in refused(capsys, [*ADVISE, "--world", "64", "--model", model])

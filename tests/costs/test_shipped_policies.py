@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from support.marks import slow
 from tagc.costs.candidates import Advisor, Question
@@ -19,19 +18,8 @@ SENDS = [name for name in data_parallel_policies() if name != "dense"]
 )
 def test_every_policy_sends_less_than_dense_bf16(ranks: int, per_host: int) -> None:
     """Bytes of a step that leave a host: 7 billion parameters, gathered in bf16, fp32 gradients."""
-    question = Question(
-        shapes=synthetic(7 * 10**9),
-        world_size=ranks,
-        replicas=1,
-        link=Link(bandwidth=1.25e9, latency=0.0, ranks_per_host=per_host),
-        shard_link=None,
-        compute=None,
-        overlap=0.0,
-        dtype=torch.float32,
-        parameter_dtype=torch.bfloat16,
-        gloo=False,
-        memory_bandwidth=None,
-    )
+    link = Link(bandwidth=1.25e9, ranks_per_host=per_host)
+    question = Question(shapes=synthetic(7 * 10**9), world_size=ranks, link=link)
     advisor = Advisor(question, [Policy.load(name) for name in SENDS])
     assert not advisor.refused
     sent = {c.name: advisor.cost(c).wire_bytes for c in advisor.candidates}

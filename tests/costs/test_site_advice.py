@@ -9,8 +9,10 @@ import pytest
 
 import tagc
 from tagc.commands.cli import main
+from tagc.costs.candidates import Question
+from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes
-from tagc.costs.site_advice import SiteQuestion, site_costs
+from tagc.costs.site_advice import site_costs
 from tagc.policy import Policy
 
 # One unit, of a matrix of 2**20 elements. A message has less than 0.1% of padding.
@@ -28,17 +30,12 @@ def policy(**sites: Any) -> Policy:
     return Policy.load({"schema": 1, "gradients": [FOUR_BITS], "sites": sites})
 
 
-def question(**changed: Any) -> SiteQuestion:
-    given: dict[str, Any] = {
-        "shapes": ModelShapes.of(SHAPES),
-        "world_size": 2,
-        "sites": 2,
-        "bandwidth": 1e6,
-        "latency": 0.01,
-        "compute": 0.1,
-        "overlap": 0.5,
-    }
-    return SiteQuestion(**given | changed)
+def question(sites: int = 2, shapes: Any = SHAPES) -> Question:
+    link = Link(bandwidth=1e6, latency=0.01)
+    found = ModelShapes.of(shapes)
+    return Question(
+        shapes=found, world_size=sites, sites=sites, link=link, compute=0.1, overlap=0.5
+    )
 
 
 def test_gradients_in_every_step() -> None:
@@ -64,8 +61,7 @@ def test_changes(delay: int) -> None:
 def test_round_trips_of_units_that_are_exchanged_at_once(units: int, trips: int) -> None:
     """One for the anchors, and the two of all units that are begun together: 16 of these."""
     shapes = {f"layers.{i}.mlp.weight": (1024, 1024) for i in range(units)}
-    asked = question(shapes=ModelShapes.of(shapes), world_size=3, sites=3)
-    _, cost = site_costs(asked, [policy(every=16)])[0]
+    _, cost = site_costs(question(3, shapes), [policy(every=16)])[0]
     assert cost.link * 16 == about(trips * 0.01 + units * 2 * 2 / 3 * MESSAGE / 1e6)
 
 

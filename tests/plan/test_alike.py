@@ -8,7 +8,7 @@ import pytest
 
 import tagc
 from tagc.plan.alike import merged
-from tagc.plan.row import Row
+from tagc.plan.table import Row
 
 
 def row(param: str, unit: str = "(root)", **changes: Any) -> Row:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from tagc.plan import FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan, bytes_in_step
 from tagc.plan.param_slices import ParamSlice, columns_of, param_slices
 from tagc.policy import Policy
 
@@ -81,7 +81,7 @@ def test_only_what_an_owner_has_is_sent() -> None:
     assert spans == [(0, quantized), (room, room + 400), (0, quantized), (0, quantized)]
     words = [unit.messages.words_of(segment) for segment in unit.segments]
     assert words == [3 * quantized / 4, 100]
-    sent = sum(unit.wire_bytes(segment) for segment in unit.segments)
+    sent = sum(bytes_in_step(unit))
     assert sent == pytest.approx(4 * 3 / 4 * (3 * quantized + 400))
     shares = [unit.dense_columns(segment.params) for segment in unit.segments]
     assert shares == [300, 100]

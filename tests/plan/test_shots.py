@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tagc.costs.traffic import traffic
-from tagc.plan import Plan, UnitInfo, UnitParam, UnitPlan, build_plan, in_two_shots, slices_of
+from tagc.costs import traffic
+from tagc.plan import (
+    Plan,
+    UnitInfo,
+    UnitParam,
+    UnitPlan,
+    build_plan,
+    bytes_in_step,
+    in_two_shots,
+    slices_of,
+)
 from tagc.policy import Policy
 
 SHAPES = {"attn.wq": (512, 512), "attn.wo": (512, 512), "mlp.up": (2048, 512), "norm": (512,)}
@@ -43,7 +52,7 @@ def planned(copies: int, codec: dict[str, Any], *, dim: int = 0, **more: Any) ->
 
 
 def sent(unit: UnitPlan) -> float:
-    return sum(map(unit.wire_bytes, unit.segments))
+    return sum(bytes_in_step(unit))
 
 
 @pytest.mark.parametrize("codec", [QUANTIZED, MATRIX, {"kind": "dense", "wire": "bfloat16"}])
