@@ -33,7 +33,7 @@ from tagc.codecs.rows import RowCoder
 from tagc.collect.activations import CODED, CodedCollectives, Pending, is_coded
 from tagc.collect.transport import MARKS, CollectiveWork, Transport, failing_in
 from tagc.ops import get_ops
-from tagc.policy.dimensions import DimensionRule
+from tagc.policy.rules import DimensionRule
 
 BACKEND = "tagc"
 """The backend's name for torch."""

@@ -26,7 +26,7 @@ from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.dimensions import DimensionRule
+from tagc.policy.rules import DimensionRule
 
 
 @dataclass(frozen=True)

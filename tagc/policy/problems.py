@@ -10,11 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tagc.policy.document import Document, Keys, Place, PolicyError, Problem
-from tagc.policy.removed import remedy_for
 from tagc.policy.roles import ROLES
-from tagc.policy.suggest import closest, nearest, short
-
-__all__ = ["raise_problems", "translate"]
+from tagc.policy.suggest import closest, nearest, remedy_for, short
 
 
 def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
@@ -153,7 +150,7 @@ def _kind(codec: type[BaseModel]) -> str:
 def _sentence(problem: Problem, document: Document) -> str:
     place = _place_of(problem, document)
     where = document.source if place is None else f"{document.source}:{place}"
-    return ": ".join(part for part in (where, _spell(problem.path), problem.text) if part)
+    return ": ".join(part for part in (where, _key(problem.path), problem.text) if part)
 
 
 def _place_of(problem: Problem, document: Document) -> Place | None:
@@ -163,14 +160,13 @@ def _place_of(problem: Problem, document: Document) -> Place | None:
     return problem.place or document.places.get(path)
 
 
-def _spell(path: Keys) -> str:
+def _key(path: Keys) -> str:
     """`("gradients", 0, "codec")` as `gradients[0].codec`."""
-    spelled = ""
+    text = ""
     for part in path:
         if isinstance(part, int):
-            spelled += f"[{part}]"
+            text += f"[{part}]"
         else:
-            spelled += ("." if spelled else "") + (
-                part if re.fullmatch(r"[\w-]+", part) else short(part)
-            )
-    return spelled
+            name = part if re.fullmatch(r"[\w-]+", part) else short(part)
+            text += f".{name}" if text else name
+    return text
