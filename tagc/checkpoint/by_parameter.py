@@ -60,11 +60,7 @@ class Part(NamedTuple):
 
     def boxes(self, shape: tuple[int, ...], dim: int) -> list[Box]:
         """The elements of a parameter of ``shape`` whose shards are cut along ``dim``, as boxes in
-        the order of the saved tensor.
-
-        Raises:
-            ValueError: if the parameter has no such elements.
-        """
+        the order of the saved tensor. Raises ValueError if the parameter has none of them."""
         own = Box.whole(shape) if self.box is None else self.box
         if len(own.start) != len(shape) or not all(
             0 <= first <= last <= size
@@ -86,9 +82,8 @@ class Part(NamedTuple):
     def shape(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """The shape of the saved tensor; arguments and errors as for :meth:`boxes`."""
         boxes = self.boxes(shape, dim)
-        if isinstance(self.shard, Elements):
-            return (sum(box.numel for box in boxes),)
-        return boxes[0].shape
+        flat = isinstance(self.shard, Elements)
+        return (sum(box.numel for box in boxes),) if flat else boxes[0].shape
 
 
 _NUMBER = "[0-9]{1,15}"
@@ -180,10 +175,9 @@ _Locate = Callable[[Segment], Iterator[ParamLocation]]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitState:
-    """The state by parameter of a unit in one direction of gradients.
+    """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``.
 
     Attributes:
-        direction: ``gradients`` or ``replicas``.
         shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
         replica: index of the replica that this rank is in, from 0; 0 without replicas.
         shared: tensors ``[S]`` that all replicas hold alike, by kind; see
@@ -300,8 +294,8 @@ class UnitState:
 
     def _in_slices(self, segment: Segment, owner: int | None = None) -> Iterator[ParamLocation]:
         """The places in a tensor of two shots, which has a row for each owner of a slice, or the
-        row of one. With an owner there is a place for each run of neighbouring elements, in
-        elements of the parameter, so that it means the same for other numbers of replicas."""
+        row of one. With an owner there is a place for each run of elements of the parameter, so
+        that it means the same for other numbers of replicas."""
         slices = list(slices_of(self.reducer.plan, segment))
         for param in segment.params:
             place = self._whole(param, self.shard)

@@ -52,11 +52,7 @@ _OWNED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The residual that a rank saved under a name, for a whole parameter or a part.
-
-    Attributes:
-        share: the share of the residual that is taken over.
-    """
+    """The residual that a rank saved under a name; ``share`` of it is taken over."""
 
     rank: int
     name: str
@@ -82,8 +78,8 @@ class Saved:
             return False
 
     def overlaps(self, place: ParamLocation) -> Iterator[tuple[int, Box, int, Box, Box]]:
-        """Its overlaps with a place, each as first element and box in the saved tensor, first
-        element and box in the place, and the box of the elements that are in both."""
+        """Its overlaps with a place: first element and box in the saved tensor, first element and
+        box in the place, and the box of the elements that are in both."""
         theirs = _with_offsets(self.part.boxes(place.param.shape, place.param.dim))
         for (start, source), (at, target) in product(theirs, _with_offsets(place.boxes)):
             both = source.overlap(target)
@@ -117,11 +113,8 @@ class Merge:
     saved: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
-        """Raise StateError unless every saved element is taken once.
-
-        Args:
-            taken: :attr:`taken` of every rank.
-        """
+        """Raise StateError unless every saved element is taken once, by :attr:`taken` of every
+        rank."""
         for (rank, name), numel in self.saved.items():
             used = sum(of_rank.get((rank, name), 0) for of_rank in taken.values())
             if used != numel:
@@ -132,14 +125,8 @@ class Merge:
 
 
 def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
-    """Plan which residuals of a source ``rank`` takes over.
-
-    Args:
-        holdings: the places of every rank's residuals, by name.
-
-    Raises:
-        StateError: if the source lacks something that this rank needs.
-    """
+    """Plan which residuals of a source ``rank`` takes over; ``holdings`` has the places of every
+    rank's residuals, by name. Raises StateError if the source lacks what this rank needs."""
     old: dict[str, list[Saved]] = {}
     for saved_rank, state in sorted(source.ranks.items()):
         for full, (_, shape) in state.shapes.items():
@@ -181,11 +168,12 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
             if holder == rank:
                 alike = [other for other, _, there in holders if there.part == place.part]
                 turn, owned = alike.index(rank), full.startswith(_OWNED)
-                if owned:
-                    parts = _means(copies, place)
+                if owned:  # all saved copies of each shard, with equal shares
+                    parts = [replace(s, share=1 / len(of)) for of in copies.values() for s in of]
                     _check_covered(source, copies, full, place)
-                else:
-                    parts = _parts(copies, place, turn, len(alike))
+                else:  # the turn of this rank among those that have the same part
+                    parts = [s for of in copies.values() for s in of[turn :: len(alike)]]
+                parts = [saved for saved in parts if saved.numel_for(place)]
                 merge.parts.setdefault(full, []).extend(parts)
                 duplicates = place.part.duplicate != holders[0][2].part.duplicate
                 if duplicates or (turn and owned):
@@ -201,10 +189,7 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     """The sum of saved residuals, or of shares of them, in a residual's dtype.
 
     It is summed in float64 and rounded once. The rounding is checked: at most half a unit in the
-    last place.
-
-    Raises:
-        StateError: if a saved residual is not finite, or the sum is beyond the dtype.
+    last place. Raises StateError if a residual is not finite, or the sum is beyond the dtype.
     """
     total = torch.zeros(place.numel, dtype=torch.float64, device="cpu")
     for saved in parts:
@@ -223,20 +208,6 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     if not bool(((stored.double().view(-1) - total).abs() <= bound).all()):
         raise StateError(f"{source.where}: the sum of {parts[0].name} over ranks exceeds {dtype}")
     return stored
-
-
-def _parts(
-    copies: Mapping[Part, list[Saved]], place: ParamLocation, turn: int, turns: int
-) -> list[Saved]:
-    """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
-    mine = [saved for of_shard in copies.values() for saved in of_shard[turn::turns]]
-    return [saved for saved in mine if saved.numel_for(place)]
-
-
-def _means(copies: Mapping[Part, list[Saved]], place: ParamLocation) -> list[Saved]:
-    """All saved copies of each shard, with equal shares."""
-    every = [replace(saved, share=1 / len(c)) for c in copies.values() for saved in c]
-    return [saved for saved in every if saved.numel_for(place)]
 
 
 def _check_parts(

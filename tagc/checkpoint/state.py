@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.basics.warn import warn
-from tagc.checkpoint.by_parameter import ParamLocation, UnitState
+from tagc.checkpoint.by_parameter import UnitState
 from tagc.checkpoint.digest import Copies
 from tagc.checkpoint.format import BY_HANDLE, Source, StateError, StateHeader
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
@@ -28,6 +28,8 @@ from tagc.plan import Plan
 
 # The name of the clock in a state.
 _CLOCK = "sites"
+_Unit = UnitReducer | UnitGatherer | SiteExchange
+_Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,8 @@ class State:
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
         here = self.header()
-        everyone = gather_by_rank(self.groups, {here.rank: (here, self._holdings())})
+        own = {name: place for reduced in self.reduced for name, place, _ in reduced.residuals()}
+        everyone = gather_by_rank(self.groups, {here.rank: (here, own)})
         headers = {rank: header for rank, (header, _) in everyone.items()}
         holdings = {rank: held for rank, (_, held) in everyone.items()}
         doing, remedy = "loading tagc's state", "All ranks must load what was saved together"
@@ -169,17 +172,9 @@ class State:
             "this: wrap with the policy of its choice, which plan().freeze(file) writes there"
         )
 
-    def _holdings(self) -> dict[str, ParamLocation]:
-        """The places of all residuals of this rank, by name."""
-        return {name: place for r in self.reduced for name, place, _ in r.residuals()}
-
     @staticmethod
     def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
-        """The places of the ranks that share a source: all ranks, or this rank alone.
-
-        Raises:
-            StateError: if the source has only the state of another rank.
-        """
+        """The places of the ranks that share a source: all ranks, or this rank alone."""
         if not source.alone:
             return holdings
         saved = source.first
@@ -226,13 +221,10 @@ class State:
 
         def apply() -> None:
             _synchronize()
-            if self.clock is not None:
-                self.clock.load_state(part_of(_CLOCK, tensors))
+            for name, unit in self._parts_of_state():
+                unit.load_state(part_of(name, tensors))
             for reduced in self.reduced:
                 reduced.put(tensors)
-                reduced.reducer.load_state(part_of(reduced.name, tensors))
-            for gatherer in self.gathered:
-                gatherer.load_state(part_of(_gathered_name(gatherer), tensors))
 
         return apply
 
@@ -244,7 +236,7 @@ class State:
             for reduced in self.reduced
             for name, place, residual in reduced.residuals()
         }
-        clock: Mapping[str, Tensor] = {}
+        clock: _Tensors = {}
         if self.clock is not None:  # the same on all saved ranks
             first = next(iter(source.ranks.values())).tensors
             clock = _checked(self.clock, source, _CLOCK, first)
@@ -263,31 +255,23 @@ class State:
 
         return apply
 
-    def _parts_of_state(self) -> Iterator[tuple[str, UnitReducer | UnitGatherer | SiteExchange]]:
+    def _parts_of_state(self) -> Iterator[tuple[str, _Unit]]:
         """All that has state besides the state by parameter, by name in a state."""
-        yield from ((reduced.name, reduced.reducer) for reduced in self.reduced)
-        yield from ((_gathered_name(gatherer), gatherer) for gatherer in self.gathered)
         if self.clock is not None:
             yield _CLOCK, self.clock
+        yield from ((reduced.name, reduced.reducer) for reduced in self.reduced)
+        for gatherer in self.gathered:
+            yield f"unit.parameters.{gatherer.plan.info.label}", gatherer
 
 
-def _checked(
-    of: UnitReducer | UnitGatherer | SiteExchange,
-    source: Source,
-    name: str,
-    tensors: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
+def _checked(unit: _Unit, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
     """The state of a part, if it is valid."""
     state = part_of(name, tensors)
     try:
-        of.check_state(state)
+        unit.check_state(state)
     except ValueError as error:
         raise StateError(f"{source.where}: {name}: {error}") from None
     return state
-
-
-def _gathered_name(gatherer: UnitGatherer) -> str:
-    return f"unit.parameters.{gatherer.plan.info.label}"
 
 
 def _listed(names: Sequence[str]) -> str:
