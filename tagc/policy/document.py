@@ -69,11 +69,7 @@ class Document:
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
-    """Read the document of a built-in name, a path or a mapping.
-
-    Raises:
-        PolicyError: as `read_builtin` and `read_file` do, or if `source` is none of these.
-    """
+    """The document of a built-in name, a path or a mapping; PolicyError if it is none of these."""
     if isinstance(source, Mapping):
         return Document(source=DICT, data=dict(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source)):
@@ -122,13 +118,10 @@ def read_file(path: str) -> Document:
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Read one YAML document in UTF-8.
+    """Read one YAML document in UTF-8; PolicyError if it is not that.
 
     Scalars follow the core schema of YAML 1.2: `1e-3` is a number, `no` and `1:30` are strings.
     Duplicate keys, aliases and tags other than the core ones are collected as problems.
-
-    Raises:
-        PolicyError: if the text is not UTF-8, not YAML, or empty.
     """
     try:
         text = raw.decode()
