@@ -104,8 +104,8 @@ def test_nothing_in_the_store_is_unpickled(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match="can't decode byte 0x80"):
             tested.together("first", lambda: None)
     else:
-        said: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
-        tested._store.set("1/1", said)
+        message: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
+        tested._store.set("1/1", message)
 
 
 def fail() -> None:

@@ -171,9 +171,9 @@ def in_whole(
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """A temporary folder that all ranks see."""
-    said = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said, src=0)
-    folder = Path(str(said[0]))
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    folder = Path(str(names[0]))
     yield folder
     dist.barrier()
     if dist.get_rank() == 0:
