@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tagc.policy.policy import Extension
-from tagc.policy.schema import ABOUT
+from tagc.policy.show import ABOUT
 
 # What a part is called, where its name in the model says less. Other parts keep theirs.
 _TITLES = {

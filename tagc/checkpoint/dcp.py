@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from tagc.checkpoint.format import (
     DENSE,
+    RankState,
+    Source,
     StateError,
-    StateHeader,
-    check_digest,
-    check_together,
     metadata_from_tensor,
     split_names,
 )
@@ -49,75 +49,49 @@ _CLASSES = {
 }
 
 
-class CheckpointFolder:
-    """The :class:`tagc.checkpoint.format.Source` of such a folder."""
+def open_checkpoint(folder: Path, key: str) -> Source:
+    """The states in such a folder; ``key`` is the compressor's in the state dict that was saved."""
+    where = f"{folder} ({key!r})"
+    index = _Index(folder, where)
+    start = f"{key}."
+    saved = [name for name in index.entries if isinstance(name, str)]
+    names = [name.removeprefix(start) for name in saved if name.startswith(start)]
+    if not names:
+        raise StateError(
+            f"{folder}: nothing in this checkpoint is called {key!r}; pass the compressor's "
+            f"key in the saved state dict, load(..., key=...). {DENSE}"
+        )
+    ranks: dict[int, RankState] = {}
+    for rank, own in split_names(names, where).items():
+        here = f"{where}, rank {rank}"
+        about = metadata_from_tensor(index.load(start + own.pop("")), here)
+        full = {name: start + end for name, end in own.items()}
+        shapes = {name: index.shape(of) for name, of in full.items()}
+        ranks[rank] = RankState(here, about, shapes, partial(index.load_all, full))
+    return Source(where, ranks)
 
-    alone = False
 
-    def __init__(self, folder: Path, key: str) -> None:
-        """Read the index and the header of every rank's state.
+class _Index:
+    """A checkpoint's index: where the tensors are in its files."""
 
-        Args:
-            key: the compressor's key in the state dict that was saved.
-
-        Raises:
-            StateError: if there is no valid state.
-        """
-        self.where = f"{folder} ({key!r})"
-        self._folder = folder
+    def __init__(self, folder: Path, where: str) -> None:
         index = _read_index(folder / INDEX)
-        self._entries, self._storage = index.state_dict_metadata, index.storage_data
-        if not isinstance(self._entries, dict) or not isinstance(self._storage, dict):
+        self._folder, self._where = folder, where
+        self.entries, self._storage = index.state_dict_metadata, index.storage_data
+        if not isinstance(self.entries, dict) or not isinstance(self._storage, dict):
             raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
-        start = f"{key}."
-        saved = [name for name in self._entries if isinstance(name, str)]
-        names = [name.removeprefix(start) for name in saved if name.startswith(start)]
-        if not names:
-            raise StateError(
-                f"{folder}: nothing in this checkpoint is called {key!r}; pass the compressor's "
-                f"key in the saved state dict, load(..., key=...). {DENSE}"
-            )
-        self._names = {
-            rank: {name: start + full for name, full in own.items()}
-            for rank, own in split_names(names, self.where).items()
-        }
-        self._metadata = {
-            rank: metadata_from_tensor(self._load(own[""]), self._where_of(rank))
-            for rank, own in self._names.items()
-        }
-        self._headers = {
-            rank: StateHeader.from_strings(metadata, self._where_of(rank))
-            for rank, metadata in self._metadata.items()
-        }
-        self._checked: dict[int, dict[str, Tensor]] = {}
-        self.identity = check_together(self._headers, self.where)
 
-    def headers(self) -> Mapping[int, StateHeader]:
-        return self._headers
+    def load_all(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Tensors by other names."""
+        return {name: self.load(full) for name, full in names.items()}
 
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        found = {name: self._entry(full) for name, full in self._names[rank].items() if name}
-        return {name: (t.properties.dtype, tuple(t.size)) for name, t in found.items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        """See :class:`tagc.checkpoint.format.Source`. The first read of a rank reads and checks all
-        of its tensors."""
-        if rank not in self._checked:
-            own = self._names[rank]
-            tensors = {name: self._load(full) for name, full in own.items() if name}
-            check_digest(self._metadata[rank], tensors, self._where_of(rank))
-            self._checked[rank] = tensors
-        return self._checked[rank][name]
-
-    def _where_of(self, rank: int) -> str:
-        return f"{self.where}, rank {rank}"
-
-    def _load(self, full: str) -> Tensor:
-        expected = self._entry(full)
+    def load(self, name: str) -> Tensor:
+        """A tensor, on the CPU."""
+        dtype, shape = self.shape(name)
         try:
-            stored = self._storage[MetadataIndex(full, torch.Size([0] * len(expected.size)))]
+            stored = self._storage[MetadataIndex(name, torch.Size([0] * len(shape)))]
             if stored.transform_descriptors:
-                raise StateError(f"{self.where}: {full} is stored with an extension of torch's")
+                raise StateError(f"{self._where}: {name} is stored with an extension of torch's")
             # Only the file's name, so that nothing outside the folder is read.
             with (self._folder / Path(stored.relative_path).name).open("rb") as file:
                 file.seek(stored.offset)
@@ -126,22 +100,22 @@ class CheckpointFolder:
         except StateError:
             raise
         except Exception as error:  # damaged bytes can raise anything in torch's reader
-            raise StateError(f"{self.where}: {full} cannot be read: {error}") from None
-        found = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-        if found != (expected.properties.dtype, expected.size):
-            raise StateError(f"{self.where}: {full} is not what the checkpoint's index says")
+            raise StateError(f"{self._where}: {name} cannot be read: {error}") from None
+        if not isinstance(tensor, Tensor) or (tensor.dtype, (*tensor.shape,)) != (dtype, shape):
+            raise StateError(f"{self._where}: {name} is not what the checkpoint's index says")
         return tensor
 
-    def _entry(self, full: str) -> TensorStorageMetadata:
-        found = self._entries[full]
+    def shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """A tensor's dtype and shape."""
+        entry = self.entries[name]
         # A damaged index may lack any of these attributes.
-        size, properties = (getattr(found, name, None) for name in ("size", "properties"))
+        size, properties = (getattr(entry, part, None) for part in ("size", "properties"))
         dtype = getattr(properties, "dtype", None)
-        if not isinstance(found, TensorStorageMetadata) or not (
+        if not isinstance(entry, TensorStorageMetadata) or not (
             isinstance(size, torch.Size) and isinstance(dtype, torch.dtype)
         ):
-            raise StateError(f"{self.where}: {full} is not a tensor")
-        return found
+            raise StateError(f"{self._where}: {name} is not a tensor")
+        return dtype, tuple(size)
 
 
 def _read_index(path: Path) -> Any:

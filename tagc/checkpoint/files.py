@@ -11,23 +11,112 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tagc.checkpoint.digest import DIGEST, matches_digest, with_digest
-from tagc.checkpoint.format import FORMAT, StateError, StateHeader, check_together
+from tagc.basics.warn import warn
+from tagc.checkpoint.dcp import INDEX, open_checkpoint
+from tagc.checkpoint.digest import DIGEST, with_digest
+from tagc.checkpoint.format import DENSE, FORMAT, RankState, Source, StateError, StateHeader
+from tagc.checkpoint.state import State
+from tagc.collect import Meeting, gather_by_rank
 
 MARKER = "tagc.json"
 _PARTIAL = ".partial"
 _LARGEST_MARKER = 1 << 24
+
+
+def open_folder(folder: Path, key: str) -> Source:
+    """The state that was saved to a folder, in either format; ``key`` is the compressor's in a
+    ``torch.distributed.checkpoint``. Raises StateError if there is no complete and valid one."""
+    if (folder / MARKER).exists():
+        return open_files(folder)
+    if (folder / INDEX).exists():
+        return open_checkpoint(folder, key)
+    raise StateError(
+        f"{folder}: holds no complete save: neither {MARKER}, from compressor.save, nor {INDEX}, "
+        f"from torch.distributed.checkpoint. {DENSE}"
+    )
+
+
+def save_folder(folder: Path, state: State) -> None:
+    """Write every rank's file, then commit them as the folder's state.
+
+    If a step fails on any rank, all ranks raise, and the folder keeps its previous state. All ranks
+    take every step together, so no rank is left waiting for another. They meet over the store of
+    the process group, because a collective's watchdog might end the job while files are written.
+
+    1. Every rank writes its file and reads it again.
+    2. The committing rank, which is the first one, checks the files of all ranks in its folder.
+    3. It writes the name of this save into the marker.
+    4. Every rank checks that it sees this marker.
+
+    Only then does the committing rank remove the files of earlier saves.
+
+    Raises:
+        OSError: if writing fails.
+        StateError: if the ranks do not share the folder.
+        RuntimeError: if that happened on another rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = gather_by_rank(state.groups, {rank: uuid.uuid4().hex[:16]})
+    ranks = sorted(names)
+    save, commits = names[ranks[0]], rank == ranks[0]
+
+    remedy = "All ranks must save between the same two steps"
+    meeting = Meeting(f"save {save}", ranks, doing="saving tagc's state", remedy=remedy)
+
+    def write() -> str:
+        return write_rank(folder, save, state.header(), *state.take())
+
+    def check() -> bytes | None:
+        if not commits:
+            return None
+        check_save(folder, save, digests, world_size)
+        return read_marker(folder)
+
+    def commit_here() -> None:
+        if commits:
+            commit(folder, save, ranks, world_size)
+
+    def confirm() -> None:
+        if not is_committed(folder, save):
+            raise StateError(f"{folder}: rank {ranks[0]} wrote to it, but this rank sees another")
+
+    def restore() -> None:
+        if commits and read_marker(folder) != former:
+            write_marker(folder, former)
+
+    undo: Callable[[], None] = lambda: None  # noqa: E731
+    try:
+        digests = meeting.together(f"writing step {state.step}", write)
+        former = meeting.together("checking", check)[rank]
+        undo = restore
+        meeting.together("committing", commit_here)
+        meeting.together("confirming", confirm)
+    except Exception as error:
+        try:
+            meeting.together("undoing", undo)
+        except Exception as failure:
+            # The marker may name these files, so they stay.
+            error.add_note(f"the files of this save are left in {folder}: {failure}")
+        else:
+            remove_rank(folder, save, rank, world_size)
+        raise
+    if commits:
+        try:
+            clean(folder, save)
+        except OSError as error:
+            warn(f"{folder}: files of earlier saves are left in it: {error}")
 
 
 def write_rank(
@@ -37,20 +126,12 @@ def write_rank(
     tensors: dict[str, Tensor],
     sums: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Write one rank's file and read it again. The file gets its name when it is complete.
-
-    If that fails, the file is removed.
+    """Write one rank's file and read it again; returns the digest of its metadata and tensors. The
+    file gets its name when it is complete, and is removed if that fails.
 
     Args:
         tensors: contiguous, on the CPU.
         sums: as for :func:`tagc.checkpoint.digest.with_digest`.
-
-    Returns:
-        The digest of the file's metadata and tensors.
-
-    Raises:
-        OSError: if the file cannot be written.
-        StateError: if the content that is read differs from what was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metadata = with_digest(about.to_strings() | {"save": save}, tensors, sums)
@@ -61,7 +142,7 @@ def write_rank(
             save_file(tensors, partial, metadata)
         except SafetensorError as error:  # safetensors wraps the system's error
             raise OSError(f"{partial}: {error}") from error
-        _ = _RankFile(partial).tensors  # reading checks them
+        _ = _open_file(partial).tensors  # reading checks them
         _replace(partial, target)
     except BaseException:
         remove_rank(folder, save, about.rank, about.world_size)
@@ -70,8 +151,8 @@ def write_rank(
 
 
 def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Remove the files of :func:`write_rank`, as far as the system allows. Leftovers are ignored,
-    and the next save removes them."""
+    """Remove the files of :func:`write_rank`, as far as the system allows; the next save removes
+    leftovers."""
     target = folder / _file_name(rank, world_size, save)
     for file in (target, target.with_suffix(_PARTIAL)):
         with suppress(OSError):
@@ -81,14 +162,8 @@ def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
 def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
     """Check that the files of all ranks are in the folder, complete, and of one save.
 
-    This reads every file's header, which must fit the file's size and state the digest that its
-    rank found. It does not read the content again: each rank did that in :func:`write_rank`.
-
-    Args:
-        digests: the digest that :func:`write_rank` returned, by rank.
-
-    Raises:
-        StateError: if a file is missing, or is not the one that its rank wrote.
+    This reads every file's header, which must fit the file's size and state the digest that
+    :func:`write_rank` returned on its rank. Each rank has read the content again there.
     """
     for rank in digests:
         name = _file_name(rank, world_size, save)
@@ -98,20 +173,15 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
                 "this folder"
             )
     files = _open_files(folder, save, list(digests), world_size)
-    for rank, file in files.items():
+    for rank, file in files.ranks.items():
         if file.metadata.get(DIGEST) != digests[rank]:
-            raise StateError(f"{file.path}: not the file that rank {rank} wrote")
-    check_together({rank: file.header for rank, file in files.items()}, str(folder))
+            raise StateError(f"{file.where}: not the file that rank {rank} wrote")
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    """Make a save, whose files are complete, the folder's state.
-
-    Raises:
-        OSError: if that fails.
-    """
-    said = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
-    write_marker(folder, json.dumps(said).encode())
+    """Make a save, whose files are complete, the folder's state."""
+    marker = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
+    write_marker(folder, json.dumps(marker).encode())
 
 
 def read_marker(folder: Path) -> bytes | None:
@@ -123,11 +193,7 @@ def read_marker(folder: Path) -> bytes | None:
 
 
 def write_marker(folder: Path, content: bytes | None) -> None:
-    """Replace the marker in one step; None removes it.
-
-    Raises:
-        OSError: if that fails.
-    """
+    """Replace the marker in one step; None removes it."""
     if content is None:
         (folder / MARKER).unlink(missing_ok=True)
         return
@@ -147,94 +213,58 @@ def is_committed(folder: Path, save: str) -> bool:
 
 
 def clean(folder: Path, save: str) -> None:
-    """Remove the files of other saves.
-
-    Raises:
-        OSError: if that fails.
-    """
+    """Remove the files of other saves."""
     for file in folder.iterdir():
         found = re.fullmatch(r"rank-\d+-of-\d+-([0-9a-f]+)\.(safetensors|partial)", file.name)
         if found and found[1] != save:
             file.unlink(missing_ok=True)
 
 
-class SafetensorsFolder:
-    """The :class:`tagc.checkpoint.format.Source` of such a folder."""
-
-    alone = False
-
-    def __init__(self, folder: Path) -> None:
-        """Read the marker and the files' headers.
-
-        Raises:
-            StateError: if a file is missing or not valid.
-        """
-        self.where = str(folder)
-        said = _parse_marker(folder / MARKER)
-        self.save = said["save"]
-        self._files = _open_files(folder, self.save, said["ranks"], said["world_size"])
-        self._headers = {rank: file.header for rank, file in self._files.items()}
-        self.identity = f"save {self.save}, {check_together(self._headers, self.where)}"
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        return self._headers
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return self._files[rank].shapes
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self._files[rank].tensors[name]
+def open_files(folder: Path) -> Source:
+    """The states in such a folder."""
+    marker = _parse_marker(folder / MARKER)
+    return _open_files(folder, marker["save"], marker["ranks"], marker["world_size"])
 
 
-def _open_files(
-    folder: Path, save: str, ranks: Iterable[int], world_size: int
-) -> dict[int, _RankFile]:
-    files = {rank: _RankFile(folder / _file_name(rank, world_size, save)) for rank in ranks}
-    for file in files.values():
-        if file.metadata.get("save") != save:
-            raise StateError(f"{file.path}: not a file of save {save}, as its name says")
-    return files
+def _open_files(folder: Path, save: str, ranks: Iterable[int], world_size: int) -> Source:
+    states = {rank: _open_file(folder / _file_name(rank, world_size, save)) for rank in ranks}
+    for state in states.values():
+        if state.metadata.get("save") != save:
+            raise StateError(f"{state.where}: not a file of save {save}, as its name says")
+    return Source(str(folder), states, f"save {save}, ")
 
 
-class _RankFile:
-    """One rank's file. Its tensors are read and checked on first use."""
+def _open_file(path: Path) -> RankState:
+    shapes = {}
+    with _opened(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        for name in file.keys():  # noqa: SIM118
+            found = file.get_slice(name)
+            dtype = _DTYPES.get(found.get_dtype())
+            if dtype is None:
+                raise StateError(
+                    f"{path}: {name} has dtype {found.get_dtype()}, which no state has"
+                )
+            shapes[name] = dtype, tuple(found.get_shape())
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with self._open() as file:
-                self.metadata: dict[str, str] = file.metadata() or {}
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                found = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-        except _UNREADABLE as error:
-            raise StateError(f"{path}: not a safetensors file: {error}") from None
-        self.header = StateHeader.from_strings(self.metadata, str(path))
-        for name, (dtype, _) in found.items():
-            if dtype not in _DTYPES:
-                raise StateError(f"{path}: {name} has dtype {dtype}, which no state has")
-        self.shapes = {name: (_DTYPES[dtype], shape) for name, (dtype, shape) in found.items()}
+    def read() -> dict[str, Tensor]:
+        with _opened(path) as file:
+            return {name: file.get_tensor(name) for name in shapes}
 
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the file, by name."""
-        try:
-            with self._open() as file:
-                tensors = {name: file.get_tensor(name) for name in self.shapes}
-        except _UNREADABLE as error:
-            raise StateError(f"{self.path}: not a safetensors file: {error}") from None
-        if not matches_digest(self.metadata, tensors):
-            raise StateError(f"{self.path}: damaged: its content is not what was written")
-        return tensors
-
-    def _open(self) -> Any:
-        try:
-            return safe_open(self.path, framework="pt")
-        except FileNotFoundError:
-            raise StateError(f"{self.path}: there is no such file") from None
+    return RankState(str(path), metadata, shapes, read)
 
 
-# Raised for bytes that are not a safetensors file.
-_UNREADABLE = (SafetensorError, OSError)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise StateError(f"{path}: there is no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise StateError(f"{path}: not a safetensors file: {error}") from None
+
+
 # safetensors' names of the dtypes that states have.
 _DTYPES = {
     "F64": torch.float64,
@@ -250,14 +280,14 @@ def _parse_marker(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(_LARGEST_MARKER)
-        said = json.loads(text.decode())
+        marker = json.loads(text.decode())
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise StateError(f"{path}: not JSON") from None
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
         raise StateError(f"{path}: not written in format {FORMAT} of tagc's states")
-    save, ranks, world_size = (said.get(name) for name in ("save", "ranks", "world_size"))
+    save, ranks, world_size = (marker.get(name) for name in ("save", "ranks", "world_size"))
     if not isinstance(save, str) or not re.fullmatch("[0-9a-f]{8,64}", save):
         raise StateError(f"{path}: save is {save!r:.40}, not the name of a save")
     if type(world_size) is not int or not 0 < world_size < 10**9:
@@ -269,7 +299,7 @@ def _parse_marker(path: Path) -> dict[str, Any]:
         or sorted(set(ranks)) != ranks
     ):
         raise StateError(f"{path}: ranks is {ranks!r:.40}, not an ascending list of ranks")
-    return said
+    return marker
 
 
 def _file_name(rank: int, world_size: int, save: str) -> str:
@@ -279,13 +309,13 @@ def _file_name(rank: int, world_size: int, save: str) -> str:
 def _replace(partial: Path, target: Path) -> None:
     """Rename a file so that, even after a power cut, the target has its old or its new content,
     and all of it."""
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _flush(partial)
     os.replace(partial, target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tagc.basics.version import __version__
-from tagc.checkpoint.digest import has_digest, matches_digest, with_digest
+from tagc.checkpoint.digest import matches_digest, with_digest
 
 FORMAT = 1
 # torch's distributed checkpoints need the shape of a tensor before they read it.
@@ -29,8 +28,6 @@ _ABOUT = (
     "of what is loaded (nothing is owed yet); from one of other ranks or another policy, load it "
     "with tagc.compressor(model).load(folder)"
 )
-# The former name; such states are still read.
-_FORMER_ABOUT = "about_if_missing_load_by_tagc_Compressor_load"
 BY_HANDLE = "call load(folder) on the same handle, with the checkpoint's folder"
 DENSE = (
     "If it is from training without tagc, there is nothing to load: leave this out, and training "
@@ -55,7 +52,7 @@ class StateHeader:
         step: number of reductions so far: the largest of any unit.
         version: version of tagc.
         parts: hash of the parts of parameters that tensor parallelism gave the rank; empty without
-            tensor parallelism, and in states of earlier versions.
+            tensor parallelism.
     """
 
     policy: str
@@ -69,11 +66,9 @@ class StateHeader:
 
     def to_strings(self) -> dict[str, str]:
         """The header as metadata of a file."""
-        said = {field.name: str(getattr(self, field.name)) for field in fields(self)}
-        said["policy"] = said["policy"][:_LONGEST_NAME].encode("utf-8", "replace").decode()
-        if not self.parts:
-            del said["parts"]
-        return {"format": str(FORMAT), **said}
+        strings = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        strings["policy"] = self.policy[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+        return {"format": str(FORMAT), **strings}
 
     @property
     def moment(self) -> str:
@@ -82,87 +77,103 @@ class StateHeader:
 
     def is_laid_out_as(self, now: StateHeader) -> bool:
         """Whether a saved state fits a rank without redistribution."""
-        then = self.layout, self.world_size
-        return then == (now.layout, now.world_size) and self.parts in ("", now.parts)
+        then = self.layout, self.world_size, self.parts
+        return then == (now.layout, now.world_size, now.parts)
 
     @classmethod
-    def from_strings(cls, said: Mapping[str, object], where: str) -> StateHeader:
-        """The inverse of :meth:`to_strings`.
-
-        Raises:
-            StateError: if a value is missing or not valid; the message names ``where``.
-        """
-        if said.get("format") != str(FORMAT):
+    def from_strings(cls, strings: Mapping[str, object], where: str) -> StateHeader:
+        """The inverse of :meth:`to_strings`; ``where`` names the file in messages."""
+        if strings.get("format") != str(FORMAT):
             raise StateError(
                 f"{where}: not a state of tagc that this version ({__version__}) reads: its "
-                f"format is {said.get('format')!r:.40}, not '{FORMAT}'"
+                f"format is {strings.get('format')!r:.40}, not '{FORMAT}'"
             )
         values: dict[str, str] = {}
         for field in fields(cls):
-            value = said.get(field.name, "" if field.name == "parts" else None)
+            value = strings.get(field.name)
             if not isinstance(value, str):
                 raise StateError(f"{where}: {field.name} is missing from its metadata")
             values[field.name] = value
         for name in ("policy_hash", "layout"):
             if not re.fullmatch("[0-9a-f]{64}", values[name]):
                 raise StateError(f"{where}: {name} is not a SHA-256 but {values[name]!r:.40}")
-        numbers = {name: _number(values[name], name, where) for name in _NUMBERS}
-        if numbers["rank"] >= numbers["world_size"]:
+        for name in ("world_size", "rank", "step"):
+            if not re.fullmatch("[0-9]{1,18}", values[name], re.ASCII):
+                raise StateError(f"{where}: {name} is not a number but {values[name]!r:.40}")
+        numbers = {name: int(values.pop(name)) for name in ("world_size", "rank", "step")}
+        header = cls(**values, **numbers)  # pyright: ignore[reportArgumentType]
+        if header.rank >= header.world_size:
             raise StateError(
-                f"{where}: there is no rank {numbers['rank']} of {numbers['world_size']} ranks"
+                f"{where}: there is no rank {header.rank} of {header.world_size} ranks"
             )
-        return cls(
-            policy=values["policy"],
-            policy_hash=values["policy_hash"],
-            layout=values["layout"],
-            version=values["version"],
-            parts=values["parts"],
-            **numbers,
-        )
+        return header
 
 
-_NUMBERS = ("world_size", "rank", "step")
+class RankState:
+    """A rank's saved state. Its tensors are read and checked on first use; their dtypes and shapes
+    are known before."""
 
+    def __init__(
+        self,
+        where: str,
+        metadata: Mapping[str, str],
+        shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        read: Callable[[], dict[str, Tensor]],
+        hint: str = "",
+    ) -> None:
+        """Check the metadata.
 
-def _number(text: str, name: str, where: str) -> int:
-    if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
-        raise StateError(f"{where}: {name} is not a number but {text!r:.40}")
-    return int(text)
-
-
-class Source(Protocol):
-    """The states of all ranks that took part in one save."""
-
-    @property
-    def where(self) -> str:
-        """The source's name in messages."""
-        ...
-
-    @property
-    def alone(self) -> bool:
-        """Whether it has only the state of one rank, while other ranks have their own sources."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Text that must be equal on all ranks that load together."""
-        ...
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        """The header of each saved rank."""
-        ...
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each of a saved rank's tensors."""
-        ...
-
-    def read(self, rank: int, name: str) -> Tensor:
-        """One of a saved rank's tensors, on the CPU or on its own device.
-
-        Raises:
-            StateError: if the bytes are not those that were saved.
+        Args:
+            where: the state's name in messages.
+            read: reads all tensors.
+            hint: what else may be the matter if the digest differs.
         """
-        ...
+        self.where, self.metadata, self.shapes = where, metadata, shapes
+        self.header = StateHeader.from_strings(metadata, where)
+        self._read, self._hint = read, hint
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by name, on the CPU or on their own device."""
+        tensors = self._read()
+        if not matches_digest(self.metadata, tensors):
+            raise StateError(
+                f"{self.where}: damaged: its content is not what was saved{self._hint}"
+            )
+        return tensors
+
+
+class Source:
+    """The states of all ranks that took part in one save, or the state of one of them.
+
+    Attributes:
+        where: the source's name in messages.
+        ranks: the states, by rank.
+        alone: whether it has only the state of one rank, while other ranks have their own sources.
+        identity: text that must be equal on all ranks that load together.
+    """
+
+    def __init__(
+        self, where: str, ranks: Mapping[int, RankState], save: str = "", *, alone: bool = False
+    ) -> None:
+        """Check that the states are of one save, of these ranks."""
+        self.where, self.ranks, self.alone = where, ranks, alone
+        self.first = next(iter(ranks.values())).header
+        # With tensor parallelism, the parts of ranks may differ in size, and so their layouts.
+        moments = {
+            f"{h.moment}, layout {'of each rank' if h.parts else h.layout}"
+            for h in (state.header for state in ranks.values())
+        }
+        if len(moments) != 1:
+            raise StateError(
+                f"{where}: its ranks are of different saves: {'; '.join(sorted(moments))}"
+            )
+        for rank, state in ranks.items():
+            if state.header.rank != rank:
+                raise StateError(
+                    f"{where}: the state of rank {rank} says it is of rank {state.header.rank}"
+                )
+        self.identity = self.first.moment if alone else f"{save}{moments.pop()}"
 
 
 def to_state_dict(
@@ -171,7 +182,7 @@ def to_state_dict(
     """One rank's state under names that differ between ranks: torch's distributed checkpoints treat
     plain tensors with equal names on several ranks as copies, and save one of them.
 
-    The header is also a tensor. It has the digest of everything else; see :func:`check_digest`.
+    The header is also a tensor. It has the digest of everything else.
 
     Args:
         sums: as for :func:`tagc.checkpoint.digest.with_digest`.
@@ -186,6 +197,33 @@ def to_state_dict(
     }
 
 
+def from_state_dict(state_dict: Mapping[str, object]) -> Source:
+    """The state of this rank in the result of :func:`to_state_dict`."""
+    where = "the state dict"
+    found = split_names(state_dict, where)
+    if len(found) > 1:
+        raise StateError(f"{where} has the states of {len(found)} ranks, not of one")
+    ((rank, names),) = found.items()
+    tensors: dict[str, Tensor] = {}
+    for name, full in names.items():
+        value = state_dict[full]
+        if not isinstance(value, Tensor):
+            raise StateError(f"{where}: {full} is not a tensor")
+        tensors[name] = value
+    metadata = metadata_from_tensor(tensors.pop(""), where)
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
+    state = RankState(where, metadata, shapes, lambda: tensors, hint)
+    return Source(where, {rank: state}, alone=True)
+
+
+# torch loads only the tensors that the state dict has now.
+_NOISE = (
+    ". Or dcp.load left out the noise that the saved run measured: call keep_rates(optimizer) or "
+    "clip_grad_norm_ before it, as that run did, or load with tagc.compressor(model).load(folder)"
+)
+
+
 def metadata_to_tensor(metadata: Mapping[str, str]) -> Tensor:
     """Metadata as a tensor of fixed size: JSON, padded with spaces."""
     text = json.dumps(dict(metadata), ensure_ascii=False).encode()
@@ -193,11 +231,7 @@ def metadata_to_tensor(metadata: Mapping[str, str]) -> Tensor:
 
 
 def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
-    """The inverse of :func:`metadata_to_tensor`.
-
-    Raises:
-        StateError: if the tensor is not valid metadata; the message names ``where``.
-    """
+    """The inverse of :func:`metadata_to_tensor`; ``where`` names the tensor in messages."""
     if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
         raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
     try:
@@ -212,114 +246,30 @@ def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
     return metadata
 
 
-def check_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check that a rank's state equals what was given to :func:`to_state_dict`.
-
-    States of earlier versions, which have no digest, are not checked.
-
-    Args:
-        tensors: all tensors of the rank except the header, by their own names.
-
-    Raises:
-        StateError: if the state differs.
-    """
-    if has_digest(metadata) and not matches_digest(metadata, tensors):
-        hint = "" if any(name.endswith(".noise") for name in tensors) else _NOISE
-        raise StateError(f"{where}: damaged: its content is not what was saved{hint}")
-
-
-# torch loads only the tensors that the state dict has now.
-_NOISE = (
-    ". Or dcp.load left out the noise that the saved run measured: call keep_rates(optimizer) or "
-    "clip_grad_norm_ before it, as that run did, or load with tagc.compressor(model).load(folder)"
-)
-
 _NAME = re.compile(
     r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
     re.DOTALL,
 )
 
 
-def split_names(names: object, where: str) -> dict[int, dict[str, str]]:
+def split_names(names: Iterable[object], where: str) -> dict[int, dict[str, str]]:
     """Split the names of :func:`to_state_dict`: for each rank, a dict from a tensor's own name to
     its full name. The header's own name is ``""``.
-
-    Raises:
-        StateError: if there are other names, or none.
     """
     found: dict[int, dict[str, str]] = {}
     starts: dict[int, str] = {}
-    for full in names if isinstance(names, list) else []:
+    for full in names:
         match = _NAME.fullmatch(full) if isinstance(full, str) else None
         if match is None:
             raise StateError(f"{where}: {full!r:.80} is not a name in a state of tagc. {DENSE}")
         rank = int(match[2])
         if starts.setdefault(rank, match[1]) != match[1]:
             raise StateError(f"{where}: rank {rank} has two states: {starts[rank]}, {match[1]}")
-        name = "" if match[3] in (_ABOUT, _FORMER_ABOUT) else match[3]
-        found.setdefault(rank, {})[name] = full
+        name = "" if match[3] == _ABOUT else match[3]
+        found.setdefault(rank, {})[name] = match[0]
     if not found:
         raise StateError(f"{where}: there is no state of tagc in it. {DENSE}")
     for rank, own in found.items():
         if "" not in own:
             raise StateError(f"{where}: the description of rank {rank} is missing")
     return found
-
-
-class OneRank:
-    """A :class:`Source` of this rank's own state dict; other ranks have theirs."""
-
-    alone = True
-
-    def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
-        self.where = "the state dict"
-        found = split_names(list(state_dict), self.where)
-        if len(found) > 1:
-            raise StateError(f"{self.where} has the states of {len(found)} ranks, not of one")
-        ((self.rank, self._names),) = found.items()
-        self._tensors = state_dict
-        for full in self._names.values():
-            if not isinstance(state_dict[full], Tensor):
-                raise StateError(f"{self.where}: {full} is not a tensor")
-        self._metadata = metadata_from_tensor(state_dict[self._names[""]], self.where)
-        self._headers = {self.rank: StateHeader.from_strings(self._metadata, self.where)}
-        check_together(self._headers, self.where)
-        self.identity = self._headers[self.rank].moment
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        """The header of this state dict's rank."""
-        return self._headers
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {name: (t.dtype, tuple(t.shape)) for name, t in self._own_tensors().items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self._checked_tensors[name]
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        return {name: self._tensors[full] for name, full in self._names.items() if name}
-
-    @cached_property
-    def _checked_tensors(self) -> dict[str, Tensor]:
-        tensors = self._own_tensors()
-        check_digest(self._metadata, tensors, self.where)
-        return tensors
-
-
-def check_together(headers: Mapping[int, StateHeader], where: str) -> str:
-    """Check that states are of one save, and return the text that identifies it.
-
-    Raises:
-        StateError: if they are not of one save.
-    """
-    # With tensor parallelism, the parts of ranks may differ in size, and so their layouts.
-    said = {
-        f"{about.moment}, layout {'of each rank' if about.parts else about.layout}"
-        for about in headers.values()
-    }
-    if len(said) != 1:
-        raise StateError(f"{where}: its ranks are of different saves: {'; '.join(sorted(said))}")
-    for rank, about in headers.items():
-        if about.rank != rank:
-            raise StateError(f"{where}: the state of rank {rank} says it is of rank {about.rank}")
-    return said.pop()

@@ -26,30 +26,74 @@ the average divides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
+from tagc.checkpoint.by_parameter import ParamLocation, Part, split_part
 from tagc.checkpoint.format import BY_HANDLE, Source, StateError
-from tagc.checkpoint.locations import ParamLocation
-from tagc.checkpoint.saved import Saved
-from tagc.checkpoint.suffix import Suffix, split_suffix
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
+from tagc.plan import Box
 
 Holdings = Mapping[int, Mapping[str, ParamLocation]]
 
-_OWED_BY_OWNERS = f"{OWNER_RESIDUAL}."
-_ANCHOR = "anchor."
+_RESIDUAL, _OWED_BY_OWNERS, _ANCHOR = "residual.", f"{OWNER_RESIDUAL}.", "anchor."
 _OWNED = (
     *(f"{kind}." for kind in OWNER_STATES),
     _OWED_BY_OWNERS,
     # Of sites, which hold them alike.
     *(_ANCHOR, "momentum.", "in_flight."),
 )
-# Owner states of a removed kind of feedback: read only to report that they are dropped.
-_REMOVED = ("average.",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The residual that a rank saved under a name; ``share`` of it is taken over."""
+
+    rank: int
+    name: str
+    part: Part
+    shape: tuple[int, ...]
+    share: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that were saved."""
+        return math.prod(self.shape)
+
+    @property
+    def duplicate(self) -> int:
+        """Index among tensor parallelism's duplicates, from 0."""
+        return 0 if self.part.duplicate is None else self.part.duplicate[0]
+
+    def fits(self, place: ParamLocation) -> bool:
+        """Whether it belongs to a parameter of this place's shape."""
+        try:
+            return self.shape == self.part.shape(place.param.shape, place.param.dim)
+        except ValueError:
+            return False
+
+    def overlaps(self, place: ParamLocation) -> Iterator[tuple[int, Box, int, Box, Box]]:
+        """Its overlaps with a place: first element and box in the saved tensor, first element and
+        box in the place, and the box of the elements that are in both."""
+        theirs = _with_offsets(self.part.boxes(place.param.shape, place.param.dim))
+        for (start, source), (at, target) in product(theirs, _with_offsets(place.boxes)):
+            both = source.overlap(target)
+            if both is not None:
+                yield start, source, at, target, both
+
+    def numel_for(self, place: ParamLocation) -> int:
+        """Number of elements that it has for a place."""
+        return sum(both.numel for *_, both in self.overlaps(place))
+
+
+def _with_offsets(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
+    offsets = accumulate((box.numel for box in boxes), initial=0)
+    return list(zip(offsets, boxes, strict=False))
 
 
 @dataclass(kw_only=True)
@@ -58,7 +102,7 @@ class Merge:
 
     Attributes:
         parts: the saved residuals to add up, by the name of this rank's residual.
-        dropped: names, without suffix, of residuals that no rank takes; the same on all ranks.
+        dropped: names, without the part, of residuals that no rank takes; the same on all ranks.
         taken: number of elements that this rank uses, by saved rank and name.
         saved: number of elements that were saved and are not dropped, by saved rank and name.
     """
@@ -69,11 +113,8 @@ class Merge:
     saved: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
-        """Raise StateError unless every saved element is taken once.
-
-        Args:
-            taken: :attr:`taken` of every rank.
-        """
+        """Raise StateError unless every saved element is taken once, by :attr:`taken` of every
+        rank."""
         for (rank, name), numel in self.saved.items():
             used = sum(of_rank.get((rank, name), 0) for of_rank in taken.values())
             if used != numel:
@@ -84,23 +125,19 @@ class Merge:
 
 
 def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
-    """Plan which residuals of a source ``rank`` takes over.
-
-    Args:
-        holdings: the places of every rank's residuals, by name.
-    """
+    """Plan which residuals of a source ``rank`` takes over; ``holdings`` has the places of every
+    rank's residuals, by name. Raises StateError if the source lacks what this rank needs."""
     old: dict[str, list[Saved]] = {}
-    for saved_rank in sorted(source.headers()):
-        for full, (_, shape) in source.shapes(saved_rank).items():
-            if full.startswith(("residual.", *_OWNED, *_REMOVED)):
-                name, part = split_suffix(full)
+    for saved_rank, state in sorted(source.ranks.items()):
+        for full, (_, shape) in state.shapes.items():
+            if full.startswith((_RESIDUAL, *_OWNED)):
+                name, part = split_part(full)
                 saved = Saved(rank=saved_rank, name=full, part=part, shape=shape)
                 old.setdefault(name, []).append(saved)
     new: dict[str, list[tuple[int, str, ParamLocation]]] = {}
-    for holder in sorted(holdings):
-        for full, place in holdings[holder].items():
-            new.setdefault(split_suffix(full)[0], []).append((holder, full, place))
-    merge = Merge()
+    for holder, held in sorted(holdings.items()):
+        for full, place in held.items():
+            new.setdefault(split_part(full)[0], []).append((holder, full, place))
     for name in new:
         if name.startswith(_ANCHOR) and name not in old:
             raise StateError(
@@ -108,31 +145,38 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 "tagc.sites, or for another model"
             )
     if source.alone:
-        _check_owned(source, old, holdings[rank])
-        _check_hosts(source, old, new)
-        _check_parallel(source, old, new)
+        _check_parts(source, old, new)
+    merge = Merge()
     for name, found in old.items():
-        found = _first_duplicates(found)
+        first = min(saved.duplicate for saved in found)  # in a single rank's state it may not be 0
+        found = [saved for saved in found if saved.duplicate == first]
         holders = new.get(name, [])
         if not holders and name.startswith(_OWED_BY_OWNERS):
-            holders = new.get(name.replace(_OWED_BY_OWNERS, "residual.", 1), [])
-            found = _without_owners(source, holders, found)
+            # Each element had one owner, so the first copy of each shard takes it.
+            holders = new.get(_without_owner(name), [])
+            ranks = max((place.ranks for _, _, place in holders), default=1)
+            found = [replace(saved, share=float(ranks)) for saved in found]
         if not holders or not all(saved.fits(holders[0][2]) for saved in found):
             merge.dropped.append(name)
             continue
         for saved in found:
             merge.saved[saved.rank, saved.name] = saved.numel
+        copies: dict[Part, list[Saved]] = {}
+        for saved in found:
+            copies.setdefault(saved.part, []).append(saved)
         for holder, full, place in holders:
             if holder == rank:
-                turn, turns = _turn(holders, holder, place)
-                if full.startswith(_OWNED):
-                    parts = _means(found, place)
-                    _check_covered(source, found, full, place)
-                else:
-                    parts = _parts(found, place, turn, turns)
+                alike = [other for other, _, there in holders if there.part == place.part]
+                turn, owned = alike.index(rank), full.startswith(_OWNED)
+                if owned:  # all saved copies of each shard, with equal shares
+                    parts = [replace(s, share=1 / len(of)) for of in copies.values() for s in of]
+                    _check_covered(source, copies, full, place)
+                else:  # the turn of this rank among those that have the same part
+                    parts = [s for of in copies.values() for s in of[turn :: len(alike)]]
+                parts = [saved for saved in parts if saved.numel_for(place)]
                 merge.parts.setdefault(full, []).extend(parts)
-                duplicates = place.param.duplicate != holders[0][2].param.duplicate
-                if duplicates or (turn and full.startswith(_OWNED)):
+                duplicates = place.part.duplicate != holders[0][2].part.duplicate
+                if duplicates or (turn and owned):
                     continue  # another rank counts it
                 for saved in parts:
                     # With hosts, a rank may take several shards of a residual that was saved whole.
@@ -145,14 +189,11 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     """The sum of saved residuals, or of shares of them, in a residual's dtype.
 
     It is summed in float64 and rounded once. The rounding is checked: at most half a unit in the
-    last place.
-
-    Raises:
-        StateError: if a saved residual is not finite, or the sum is beyond the dtype.
+    last place. Raises StateError if a residual is not finite, or the sum is beyond the dtype.
     """
     total = torch.zeros(place.numel, dtype=torch.float64, device="cpu")
     for saved in parts:
-        tensor = source.read(saved.rank, saved.name).to("cpu", torch.float64)
+        tensor = source.ranks[saved.rank].tensors[saved.name].to("cpu", torch.float64)
         if not bool(tensor.isfinite().all()):
             raise StateError(f"{source.where}: {saved.name} of rank {saved.rank} is not finite")
         flat = tensor.reshape(-1)
@@ -169,111 +210,44 @@ def merged(source: Source, parts: list[Saved], place: ParamLocation, dtype: torc
     return stored
 
 
-def _turn(
-    holders: list[tuple[int, str, ParamLocation]], rank: int, place: ParamLocation
-) -> tuple[int, int]:
-    """Index of this rank among the ranks with the same part of a parameter, and their number."""
-    alike = [holder for holder, _, other in holders if other.suffix == place.suffix]
-    return alike.index(rank), len(alike)
-
-
-def _parts(found: list[Saved], place: ParamLocation, turn: int, turns: int) -> list[Saved]:
-    """Every ``turns``-th of the saved ranks, or of the saved copies of each shard."""
-    mine = [saved for copies in _copies(found) for saved in copies[turn::turns]]
-    return [saved for saved in mine if saved.numel_for(place)]
-
-
-def _first_duplicates(found: list[Saved]) -> list[Saved]:
-    """The residuals of the first saved duplicate; in a single rank's state it may not be 0."""
-    first = min(saved.duplicate for saved in found)
-    return [saved for saved in found if saved.duplicate == first]
-
-
-def _without_owners(
-    source: Source, holders: list[tuple[int, str, ParamLocation]], found: list[Saved]
-) -> list[Saved]:
-    """The residuals of owners, scaled to be added to residuals if there are no owners any more.
-    (Each element had one owner, so the first copy of each shard takes it.)"""
-    if source.alone and holders:
-        raise StateError(
-            f"{source.where}: it has the residual of an owner in two shots, but now all replicas "
-            "send each other everything. Load the states of all ranks: "
-            f"{BY_HANDLE}"
-        )
-    ranks = max((place.ranks for _, _, place in holders), default=1)
-    return [replace(saved, share=float(ranks)) for saved in found]
-
-
-def _means(found: list[Saved], place: ParamLocation) -> list[Saved]:
-    """All saved copies of each shard, with equal shares."""
-    every = [replace(saved, share=1 / len(c)) for c in _copies(found) for saved in c]
-    return [saved for saved in every if saved.numel_for(place)]
-
-
-def _check_owned(
-    source: Source, old: Mapping[str, list[Saved]], places: Mapping[str, ParamLocation]
-) -> None:
-    """Refuse a single rank's state if it lacks owner state that this rank now needs."""
-    for full in places:
-        name = split_suffix(full)[0]
-        kind = next((kind for kind in _OWNED if name.startswith(kind)), None)
-        if kind and name not in old and any(other.startswith(kind) for other in old):
-            raise StateError(_not_mine(source, 0, full, places[full]))
-
-
-def _check_hosts(
+def _check_parts(
     source: Source,
     old: Mapping[str, list[Saved]],
     new: Mapping[str, list[tuple[int, str, ParamLocation]]],
 ) -> None:
-    """Refuse a single rank's state if its residuals belong to other shards than now, because ranks
-    lay on hosts in another way."""
-    for name in old.keys() & new.keys():
-        if not name.startswith("residual.gradients."):
-            continue
-        owed = {saved.part.shard for saved in old[name]}
-        owes = {place.suffix.shard for _, _, place in new[name]}
-        if owed != owes:
+    """Refuse a single rank's state if other ranks saved what this rank now needs: other hosts,
+    tensor parallelism or owners gave it other parts of a parameter."""
+    for name in dict.fromkeys([*old, *new]):
+        had = {str(saved.part) or " all of it" for saved in old.get(name, [])}
+        has = {str(place.part) or " all of it" for _, _, place in new.get(name, [])}
+        kind = f"{name.partition('.')[0]}."
+        # What has a residual only now starts empty; owners' state is with an owner, if with any.
+        owned = kind in _OWNED and any(other.startswith(kind) for other in old)
+        lost = kind == _OWED_BY_OWNERS and not has and _without_owner(name) in new
+        if (had and has and had != has) or (owned and not had) or lost:
             raise StateError(
-                f"{source.where}: saved where ranks lay on hosts in another way than now. Load "
-                f"the states of all ranks ({BY_HANDLE}), or wrap the model with "
-                "the hosts=... of the saved run"
+                f"{source.where}: of {name}, this rank saved{_listed(had)}, but needs"
+                f"{_listed(has)}: hosts, meshes or owners divide parameters in another way now. "
+                f"Load the states of all ranks ({BY_HANDLE}), or wrap the model as in the saved run"
             )
 
 
-def _check_parallel(
-    source: Source,
-    old: Mapping[str, list[Saved]],
-    new: Mapping[str, list[tuple[int, str, ParamLocation]]],
+def _without_owner(name: str) -> str:
+    """The residual that takes over one of owners, if there are none any more."""
+    return name.replace(_OWED_BY_OWNERS, _RESIDUAL, 1)
+
+
+def _listed(parts: set[str]) -> str:
+    return ",".join(sorted(part.replace(".", " ") for part in parts)) or " nothing"
+
+
+def _check_covered(
+    source: Source, copies: Mapping[Part, list[Saved]], name: str, place: ParamLocation
 ) -> None:
-    """Refuse a single rank's state if tensor parallelism gives the rank other elements now."""
-    for name in old.keys() & new.keys():
-        had = {(saved.part.box, saved.part.duplicate) for saved in old[name]}
-        has = {(place.param.box, place.param.duplicate) for _, _, place in new[name]}
-        if had != has:
-            raise StateError(
-                f"{source.where}: saved where tensor parallelism gave this rank another part of "
-                f"{name} than now. Load the states of all ranks: {BY_HANDLE}"
-            )
-
-
-def _not_mine(source: Source, covered: int, name: str, place: ParamLocation) -> str:
-    return (
-        f"{source.where}: it has {covered} of the {place.numel} elements of {name}, the others are "
-        f"another rank's. Load the states of all ranks: {BY_HANDLE}"
-    )
-
-
-def _check_covered(source: Source, found: list[Saved], name: str, place: ParamLocation) -> None:
     """Refuse owner state that lacks elements: no other rank has what the owner did not save."""
-    firsts = [copies[0] for copies in _copies(found)]
-    covered = sum(saved.numel_for(place) for saved in firsts)
+    covered = sum(of_part[0].numel_for(place) for of_part in copies.values())
     if covered != place.numel:
-        raise StateError(_not_mine(source, covered, name, place))
-
-
-def _copies(found: list[Saved]) -> list[list[Saved]]:
-    by_part: dict[Suffix, list[Saved]] = {}
-    for saved in found:
-        by_part.setdefault(saved.part, []).append(saved)
-    return list(by_part.values())
+        raise StateError(
+            f"{source.where}: it has {covered} of the {place.numel} elements of {name}. Load the "
+            f"states of all ranks: {BY_HANDLE}"
+        )

@@ -8,7 +8,7 @@ thresholds and how they are steered, seeds, supports, counters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.basics.warn import warn
-from tagc.checkpoint.copies import Copies
+from tagc.checkpoint.by_parameter import UnitState
+from tagc.checkpoint.digest import Copies
 from tagc.checkpoint.format import BY_HANDLE, Source, StateError, StateHeader
-from tagc.checkpoint.locations import ParamLocation
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
-from tagc.checkpoint.suffix import split_suffix
-from tagc.checkpoint.unit_state import UnitState
 from tagc.codecs.state import nested, part_of
-from tagc.collect import UnitGatherer, agree_on, gather_by_rank
+from tagc.collect import UnitGatherer, UnitReducer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
 from tagc.collect.waiting import Waiting
 from tagc.plan import Plan
+
+# The name of the clock in a state.
+_CLOCK = "sites"
+_Tensors = dict[str, Tensor]
 
 
 class Clock(Protocol):
@@ -40,6 +42,9 @@ class Clock(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+_Part = UnitReducer | UnitGatherer | Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +86,11 @@ class State:
 
     @property
     def _parts(self) -> str:
-        said = {
-            (param.name, param.box, param.duplicate)
-            for unit in self.plan.units
-            for param in unit.info.params
-        }
-        if all(box is duplicate is None for _, box, duplicate in said):
+        params = (param for unit in self.plan.units for param in unit.info.params)
+        parts = {(param.name, param.box, param.duplicate) for param in params}
+        if all(box is duplicate is None for _, box, duplicate in parts):
             return ""
-        return hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:16]
 
     def take(self) -> Copies:
         """Copies of all tensors of the state, by name, on the host. Waits for the device.
@@ -120,14 +122,15 @@ class State:
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
         here = self.header()
-        everyone = gather_by_rank(self.groups, {here.rank: (here, self._holdings())})
+        own = {name: place for reduced in self.reduced for name, place, _ in reduced.residuals()}
+        everyone = gather_by_rank(self.groups, {here.rank: (here, own)})
+        headers = {rank: header for rank, (header, _) in everyone.items()}
         holdings = {rank: held for rank, (_, held) in everyone.items()}
         doing, remedy = "loading tagc's state", "All ranks must load what was saved together"
 
         def read() -> tuple[tuple[Source, Callable[[], None], Merge | None], str]:
             source = open_source()
-            headers = source.headers()
-            saved = next(iter(headers.values()))
+            saved = source.first
             # A plan says everything about a step but when sites exchange. So a policy's file that
             # repeats the choices of codec auto continues a run of that.
             same = saved.policy_hash == here.policy_hash or (
@@ -141,15 +144,16 @@ class State:
                     f"load(..., force=True), which keeps the residuals of all parameters that "
                     "still have one, and warns about the others"
                 )
-            needed = [here.rank] if source.alone else everyone
+            needed = [here.rank] if source.alone else headers
             if same and all(
-                r in headers and headers[r].is_laid_out_as(everyone[r][0]) for r in needed
+                rank in source.ranks and source.ranks[rank].header.is_laid_out_as(headers[rank])
+                for rank in needed
             ):
                 return (source, self._exactly(source, here.rank), None), source.identity
             merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
             if merge.dropped and not force:
                 raise StateError(
-                    f"{source.where}: {_spell_names(merge.dropped)} would be dropped: the model "
+                    f"{source.where}: {_listed(merge.dropped)} would be dropped: the model "
                     "has no residual for them, or one of another shape; load(..., force=True) "
                     f"loads the rest{self._about_auto(saved)}"
                 )
@@ -170,7 +174,7 @@ class State:
             waiting.drop()
         if merge is not None and merge.dropped:
             warn(
-                f"{source.where}: dropped {_spell_names(merge.dropped)}: the model has no "
+                f"{source.where}: dropped {_listed(merge.dropped)}: the model has no "
                 "residual for them, or one of another shape"
             )
 
@@ -183,20 +187,12 @@ class State:
             "this: wrap with the policy of its choice, which plan().freeze(file) writes there"
         )
 
-    def _holdings(self) -> dict[str, ParamLocation]:
-        """The places of all residuals of this rank, by name."""
-        return {name: place for r in self.reduced for name, place, _ in r.residuals()}
-
     @staticmethod
     def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
-        """The places of the ranks that share a source: all ranks, or this rank alone.
-
-        Raises:
-            StateError: if the source has only the state of another rank.
-        """
+        """The places of the ranks that share a source: all ranks, or this rank alone."""
         if not source.alone:
             return holdings
-        (saved,) = source.headers().values()
+        saved = source.first
         if (saved.rank, saved.world_size) != (here.rank, here.world_size):
             raise StateError(
                 f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this is "
@@ -209,55 +205,41 @@ class State:
         """State tensors of the units. They include measured noise where ``saved`` has it; without
         ``saved``, where noise is measured."""
         state: dict[str, Tensor] = {}
-        for reduced in self.reduced:
-            noise = None if saved is None else NoiseGauge.in_state(part_of(reduced.name, saved))
-            state |= nested(reduced.name, reduced.reducer.state(noise=noise))
-        for gatherer in self.gathered:
-            state |= nested(_gathered_name(gatherer), gatherer.state())
-        if self.clock is not None:
-            state |= nested(_CLOCK, self.clock.state())
+        for name, unit in self._parts_of_state():
+            if isinstance(unit, UnitReducer):
+                noise = None if saved is None else NoiseGauge.in_state(part_of(name, saved))
+                state |= nested(name, unit.state(noise=noise))
+            else:
+                state |= nested(name, unit.state())
         return state
 
     def _exactly(self, source: Source, rank: int) -> Callable[[], None]:
         """Read and check this rank's own state. The returned function loads it and cannot fail."""
+        state = source.ranks[rank]
         targets = [item for reduced in self.reduced for item in reduced.residuals()]
-        expected = {n: (r.dtype, p.shape) for n, p, r in targets}
-        shapes = source.shapes(rank)
+        expected = {name: (tensor.dtype, place.shape) for name, place, tensor in targets}
         # A run may start to measure noise, or load measured noise before it asks for any.
-        expected |= {n: (t.dtype, tuple(t.shape)) for n, t in self._units(shapes).items()}
-        # Earlier versions did not say which duplicate they saved.
-        saved = {name: name if name in shapes else _any_duplicate(name) for name in expected}
-        names = {full: name for name, full in saved.items()}
-        found = {names.get(full, full): what for full, what in shapes.items()}
-        for name in [*expected, *found]:
-            if expected.get(name) != found.get(name):
+        units = self._units(state.shapes)
+        expected |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in units.items()}
+        for name in [*expected, *state.shapes]:
+            if expected.get(name) != state.shapes.get(name):
                 raise StateError(
-                    f"{source.where}: rank {rank} has {name} as {_spell(found.get(name))}, "
-                    f"not as {_spell(expected.get(name))}"
+                    f"{source.where}: rank {rank} has {name} as "
+                    f"{_described(state.shapes.get(name))}, not as {_described(expected.get(name))}"
                 )
-        tensors = {name: source.read(rank, full) for name, full in saved.items()}
+        tensors = state.tensors
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
-        checks = [(r.name, r.reducer.check_state) for r in self.reduced]
-        checks += [(_gathered_name(g), g.check_state) for g in self.gathered]
-        checks += [] if self.clock is None else [(_CLOCK, self.clock.check_state)]
-        for name, check in checks:
-            try:
-                check(part_of(name, tensors))
-            except ValueError as error:
-                raise StateError(f"{source.where}: {name} of rank {rank}: {error}") from None
+        for name, unit in self._parts_of_state():
+            _checked(unit, source, name, tensors)
 
         def apply() -> None:
             _synchronize()
-            if self.clock is not None:
-                self.clock.load_state(part_of(_CLOCK, tensors))
+            for name, unit in self._parts_of_state():
+                unit.load_state(part_of(name, tensors))
             for reduced in self.reduced:
-                for name, place, residual in reduced.residuals():
-                    place.put(residual, tensors[name].to(residual.device))
-                reduced.reducer.load_state(part_of(reduced.name, tensors))
-            for gatherer in self.gathered:
-                gatherer.load_state(part_of(_gathered_name(gatherer), tensors))
+                reduced.put(tensors)
 
         return apply
 
@@ -269,8 +251,10 @@ class State:
             for reduced in self.reduced
             for name, place, residual in reduced.residuals()
         }
-
-        clock = self._saved_clock(source)
+        clock: _Tensors = {}
+        if self.clock is not None:  # the same on all saved ranks
+            first = next(iter(source.ranks.values())).tensors
+            clock = _checked(self.clock, source, _CLOCK, first)
 
         def apply() -> None:
             _synchronize()
@@ -279,46 +263,37 @@ class State:
             for reduced in self.reduced:
                 reduced.reducer.state()  # waits for messages in flight
                 reduced.reducer.reset(step)
-                for name, place, residual in reduced.residuals():
-                    place.put(residual, values[name].to(residual.device))
+                reduced.put(values)
             for gatherer in self.gathered:
                 # Gathers have no residuals: parameters are exact on the ranks that own them.
                 gatherer.refresh()
 
         return apply
 
-    def _saved_clock(self, source: Source) -> Mapping[str, Tensor]:
-        """The clock of any saved rank, because it is the same on all; empty without sites."""
-        if self.clock is None:
-            return {}
-        rank = next(iter(source.headers()))
-        names = [name for name in source.shapes(rank) if name.startswith(f"{_CLOCK}.")]
-        found = part_of(_CLOCK, {name: source.read(rank, name) for name in names})
-        try:
-            self.clock.check_state(found)
-        except ValueError as error:
-            raise StateError(f"{source.where}: {_CLOCK}: {error}") from None
-        return found
+    def _parts_of_state(self) -> Iterator[tuple[str, _Part]]:
+        """All that has state besides the state by parameter, by name in a state."""
+        if self.clock is not None:
+            yield _CLOCK, self.clock
+        yield from ((reduced.name, reduced.reducer) for reduced in self.reduced)
+        for gatherer in self.gathered:
+            yield f"unit.parameters.{gatherer.plan.info.label}", gatherer
 
 
-# The name of the clock in a state.
-_CLOCK = "sites"
+def _checked(unit: _Part, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
+    """The state of a part, if it is valid."""
+    state = part_of(name, tensors)
+    try:
+        unit.check_state(state)
+    except ValueError as error:
+        raise StateError(f"{source.where}: {name}: {error}") from None
+    return state
 
 
-def _any_duplicate(full: str) -> str:
-    name, part = split_suffix(full)
-    return f"{name}{part._replace(duplicate=None)}"
-
-
-def _gathered_name(gatherer: UnitGatherer) -> str:
-    return f"unit.parameters.{gatherer.plan.info.name or '(root)'}"
-
-
-def _spell_names(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return "the saved " + ", ".join(name.replace(".", " of ", 2) for name in names)
 
 
-def _spell(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+def _described(what: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "nothing" if what is None else f"{str(what[0]).removeprefix('torch.')} {list(what[1])}"
 
 

@@ -35,7 +35,7 @@ class MatrixConfig(CodecConfig):
     """Size of a code."""
     group: Annotated[Literal[1, 8], unit("elements")] = 1
     """How many neighbours in a row share one code; above 1 with bits 1 only."""
-    level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1
+    level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1.0
     """Factor on the values that codes stand for."""
     warmup_steps: Steps = 0
     """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""

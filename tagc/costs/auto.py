@@ -24,7 +24,7 @@ from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no
 from tagc.ops import get_ops
 from tagc.plan import AUTO_BITS, Choice, UnitPlan, config_inside, resolve_auto
 from tagc.policy import Policy, Rule
-from tagc.policy.configs import AutoConfig
+from tagc.policy.rules import AutoConfig
 
 # An option must take at most this share of a less compressed one's predicted seconds. Codecs are
 # timed in a loop with warm caches, and links without other work; both are slower in a step.

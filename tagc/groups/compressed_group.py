@@ -32,7 +32,7 @@ from tagc.groups.activations import CODED, CodedCollectives, is_coded
 from tagc.groups.forward import in_backward, in_forward, in_recomputation
 from tagc.groups.works import Batches, CodedWork, several
 from tagc.ops import get_ops
-from tagc.policy.dimensions import DimensionRule
+from tagc.policy.rules import DimensionRule
 
 BACKEND = "tagc"
 """The backend's name for torch."""

@@ -26,7 +26,7 @@ from tagc.collect.agree import complaint_of
 from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.dimensions import DimensionRule
+from tagc.policy.rules import DimensionRule
 
 
 @dataclass(frozen=True)

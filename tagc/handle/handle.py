@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tagc.checkpoint import OneRank, Source, State, open_folder, save_folder, to_state_dict
+from tagc.checkpoint import Source, State, from_state_dict, open_folder, save_folder, to_state_dict
 from tagc.plan import Plan
 
 
@@ -55,7 +55,7 @@ class Handle(ABC):
                 ranks (see :meth:`load`), or part of it would be dropped. Nothing has changed then.
             RuntimeError: if that happened on another rank, or the ranks' states differ.
         """
-        self._load(lambda: OneRank(state_dict), force=force)
+        self._load(lambda: from_state_dict(state_dict), force=force)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state to a folder that all ranks share: one safetensors file per rank, with

@@ -35,7 +35,7 @@ from tagc.plan.two_shots import in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
-from tagc.policy.configs import AutoConfig
+from tagc.policy.rules import AutoConfig
 
 # Replicas' gradients must be averaged even if the policy has no rules for them.
 _DENSE = (Rule(when=When(), codec=DenseConfig()),)

@@ -27,9 +27,7 @@ from tagc.policy import (
     nearest_miss,
     with_smaller,
 )
-from tagc.policy.conditions import Miss, Near
-from tagc.policy.configs import AutoConfig
-from tagc.policy.rules import SMALL
+from tagc.policy.rules import SMALL, AutoConfig, Miss, Near
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that messages can carry."""

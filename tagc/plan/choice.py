@@ -14,7 +14,7 @@ from tagc.codecs.dense import DenseConfig
 from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.plan.unit_plan import UnitPlan
 from tagc.policy import Policy, show
-from tagc.policy.configs import AutoConfig, AutoParametersConfig
+from tagc.policy.rules import AutoConfig, AutoParametersConfig
 
 AUTO_BITS = (32, 16, 8, 4)
 """The options in bits per element; parameters stop at 8 if no copy may be stored."""

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from tagc.plan.alike import merged
-from tagc.plan.canonical import canonical
 from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
 from tagc.plan.programs import bytes_in_step
@@ -120,9 +119,12 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the plan's canonical form, version 1. Ranks must have the same to
-        exchange messages."""
-        return hashlib.sha256(canonical(self.all_units).encode()).hexdigest()
+        """SHA-256, in hex, of the units' fields: all that determines arithmetic and shapes. Ranks
+        must have the same to exchange messages, and a checkpoint resumes exactly with the same.
+
+        Fields declared with ``repr=False`` may differ between ranks, and are not in it.
+        """
+        return hashlib.sha256(repr(self.all_units).encode()).hexdigest()
 
     def __str__(self) -> str:
         return self._as_text(merged(self.rows))

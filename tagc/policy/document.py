@@ -13,23 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tagc.basics.files import read_regular
-from tagc.policy.removed import POLICIES
-from tagc.policy.suggest import nearest, short
-
-__all__ = [
-    "DICT",
-    "Document",
-    "Keys",
-    "Place",
-    "PolicyError",
-    "Problem",
-    "builtin_names",
-    "is_path",
-    "parse",
-    "read",
-    "read_builtin",
-    "read_file",
-]
+from tagc.policy.suggest import REMOVED_POLICIES, nearest, short
 
 Keys = tuple[str | int, ...]
 
@@ -67,10 +51,12 @@ class Problem:
 class Document:
     """Plain data, with its place in the file.
 
-    `text` is the content of the file. `path` is the file's real path, None for a built-in policy.
-    `places` maps the path of each key and list item to its place; it is empty for data that is not
-    from a file. `problems` lists what the reader refused, `refused` the paths of the values that it
-    left out for that reason.
+    Attributes:
+        text: the content of the file.
+        path: the file's real path, None for a built-in policy.
+        places: the place of each key and list item, by path; empty for data not from a file.
+        problems: what the reader refused.
+        refused: the paths of the values that it left out for that reason.
     """
 
     source: str
@@ -83,11 +69,7 @@ class Document:
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
-    """Read the document of a built-in name, a path or a mapping.
-
-    Raises:
-        PolicyError: as `read_builtin` and `read_file` do, or if `source` is none of these.
-    """
+    """The document of a built-in name, a path or a mapping; PolicyError if it is none of these."""
     if isinstance(source, Mapping):
         return Document(source=DICT, data=dict(source))
     if isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source)):
@@ -108,8 +90,8 @@ def builtin_names() -> list[str]:
 def read_builtin(name: str) -> Document:
     """The document of a built-in policy. Raises PolicyError for an unknown name."""
     names = builtin_names()
-    if name in POLICIES:
-        raise PolicyError(f"the built-in policy {name!r} was removed: {POLICIES[name]}")
+    if name in REMOVED_POLICIES:
+        raise PolicyError(f"the built-in policy {name!r} was removed: {REMOVED_POLICIES[name]}")
     if name not in names:
         raise PolicyError(f"no built-in policy {name!r}; {nearest(name, names)}")
     file = importlib.resources.files("tagc.policies") / f"{name}.yaml"
@@ -128,21 +110,18 @@ def read_file(path: str) -> Document:
     try:
         raw = read_regular(path, _LARGEST)
     except OSError as error:
-        said = path if path.isprintable() else repr(path)
-        raise PolicyError(f"{said}: cannot be read: {error.strerror or error}") from None
+        name = path if path.isprintable() else repr(path)
+        raise PolicyError(f"{name}: cannot be read: {error.strerror or error}") from None
     document = parse(raw, path)
     document.path = os.path.realpath(path)
     return document
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Read one YAML document in UTF-8.
+    """Read one YAML document in UTF-8; PolicyError if it is not that.
 
     Scalars follow the core schema of YAML 1.2: `1e-3` is a number, `no` and `1:30` are strings.
     Duplicate keys, aliases and tags other than the core ones are collected as problems.
-
-    Raises:
-        PolicyError: if the text is not UTF-8, not YAML, or empty.
     """
     try:
         text = raw.decode()

@@ -8,11 +8,12 @@ they are compressed only if a rule names them.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -23,10 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from tagc.codecs.config import InSchema, Strict
-from tagc.policy.canonical import canonical
-from tagc.policy.conditions import Glob, OneOrMore
-from tagc.policy.dimensions import DimensionRule
+from tagc.codecs.config import InSchema, Strict, unit
 from tagc.policy.document import (
     DICT,
     Document,
@@ -40,10 +38,17 @@ from tagc.policy.document import (
 )
 from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo, Role, clean_name, roles_beside
-from tagc.policy.rules import ParameterRule, Rule, check_replicated, first_match
+from tagc.policy.rules import (
+    DimensionRule,
+    Glob,
+    OneOrMore,
+    ParameterRule,
+    Rule,
+    check_replicated,
+    first_match,
+)
 from tagc.policy.sites import SitesConfig, problems_of_sites
 from tagc.policy.suggest import short
-from tagc.policy.tuning import Tuning
 
 
 def _check_schema(value: object) -> object:
@@ -66,7 +71,6 @@ _Rules = Annotated[
     InSchema(lambda array: {**array, "minItems": 1}),
 ]
 
-
 DIRECTIONS = ("gradients", "parameters", "replicas")
 """A policy's lists of rules."""
 
@@ -76,6 +80,49 @@ before they send one message to the other hosts."""
 
 VARIABLE = "TAGC_POLICY"
 """The environment variable that names the policy if the program does not."""
+
+
+Factor = Annotated[float, Field(ge=0.001, le=1000), unit("times the uncompressed run's")]
+
+
+class Tuning(Strict):
+    """Factors from an uncompressed run's settings to this policy's, measured for optimizers like
+    Adam. They do not change what is sent: plan and metrics print them, and `tagc.wrap` if a setting
+    should change.
+
+    `rate_factor` times the uncompressed run's learning rate is best. The gradients that the
+    optimizer gets have `norm_factor` times the norm of uncompressed ones, so multiply a clipping
+    threshold by `norm_factor` to clip as often. `compressor.keep_rates(optimizer)` measures both;
+    you can then keep your settings.
+    """
+
+    rate_factor: Factor = 1
+    """Best learning rate, over that of an uncompressed run."""
+    norm_factor: Factor | None = None
+    """Norm of the gradients that the optimizer gets, over that of uncompressed ones. None means
+    that it was not measured; no hint about clipping is then printed."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether settings that were tuned without compression should change."""
+        return self.rate_factor != 1 or self.norm_factor not in (None, 1)
+
+    @property
+    def advice(self) -> str:
+        """The hint for users, as one sentence."""
+        rate, norm = (_times(factor) for factor in (self.rate_factor, self.norm_factor or 1))
+        if not self.asks:
+            also = "" if self.norm_factor is None else " and clipping threshold"
+            return f"keep the learning rate{also} of your uncompressed run"
+        also = "" if self.norm_factor is None else f", and {norm} clipping threshold"
+        return (
+            f"use {rate} learning rate{also} of your uncompressed run; or keep both, with "
+            "compressor.keep_rates(optimizer) and compressor.clip_grad_norm_"
+        )
+
+
+def _times(factor: float) -> str:
+    return "the" if factor == 1 else f"{factor:g} times the"
 
 
 class Policy(Strict):
@@ -171,19 +218,11 @@ class Policy(Strict):
 
     @property
     def hash(self) -> str:
-        """SHA-256, in hex, of the canonical form, version 1, of everything that changes a run;
-        `about`, `tuning` and the name do not count. Renames in the code, and new keys at their
-        default, do not change it."""
-        form = canonical(
-            gradients=self.gradients,
-            parameters=self.parameters,
-            replicas=self.replicas,
-            inside=self.inside,
-            roles=self.roles,
-            dimensions=self.dimensions,
-            sites=self.sites,
-        )
-        return hashlib.sha256(form.encode()).hexdigest()
+        """SHA-256, in hex, of every key that changes a run; `about`, `tuning` and the name do
+        not."""
+        content = self.model_dump(mode="json", exclude={"about", "tuning"})
+        content["roles"] = list(content["roles"].items())  # the first role that matches decides
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def with_inside(self, inside: Inside) -> "Policy":
         """The same policy with another value of `inside`; its name says so."""
@@ -262,46 +301,41 @@ def _resolved(document: Document) -> Policy:
         try:
             layers.append((base, _validate(base)))
         except PolicyError as error:
-            said = f"{own.extends!r} is not a valid policy:\n{error}"
-            raise_problems(layers[-1][0], [Problem(("extends",), said)])
+            _refuse_base(layers[-1][0], f"{own.extends!r} is not a valid policy:\n{error}")
     policy = layers.pop()[1]
     while layers:
         policy = _over(layers.pop()[1], policy)
     return policy
 
 
-def _base_of(chain: Sequence[Document], said: str) -> Document:
-    """The document that the last one of the chain extends; each one extends the next.
-
-    Raises:
-        PolicyError: if there is no such policy, or it is already in the chain.
-    """
+def _base_of(chain: Sequence[Document], name: str) -> Document:
+    """The document that the last one of the chain extends; each one extends the next."""
     own = chain[-1]
     try:
-        if is_path(said):
-            base = read_file(os.path.join(os.path.dirname(own.source), _below(said)))
+        if is_path(name):
+            base = read_file(os.path.join(os.path.dirname(own.source), _below(name)))
         else:
-            base = read_builtin(said)
+            base = read_builtin(name)
     except PolicyError as error:
-        raise_problems(own, [Problem(("extends",), str(error))])
-        raise
+        _refuse_base(own, str(error))
     if (base.path or base.source) in [one.path or one.source for one in chain]:
         around = " → ".join(one.source for one in (*chain, base))
-        raise_problems(own, [Problem(("extends",), f"policies extend each other: {around}")])
+        _refuse_base(own, f"policies extend each other: {around}")
     return base
 
 
-def _below(said: str) -> str:
-    """A path that stays in its folder, normalized. A policy may come from someone else, so it must
-    not choose which files are read.
+def _refuse_base(own: Document, text: str) -> NoReturn:
+    raise_problems(own, [Problem(("extends",), text)])
+    raise AssertionError("no problem was raised")
 
-    Raises:
-        PolicyError: if the path leaves the folder.
-    """
-    path = os.path.normpath(said)
+
+def _below(name: str) -> str:
+    """A path that stays in its folder, normalized. A policy may come from someone else, so it must
+    not choose which files are read."""
+    path = os.path.normpath(name)
     if os.path.isabs(path) or os.path.splitdrive(path)[0] or path.split(os.sep)[0] == os.pardir:
         raise PolicyError(
-            f"{short(said)} is not in the folder of this file: name a built-in policy, or a file "
+            f"{short(name)} is not in the folder of this file: name a built-in policy, or a file "
             "beside this one or in a folder below, such as base.yaml"
         )
     return path

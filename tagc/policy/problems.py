@@ -10,11 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tagc.policy.document import Document, Keys, Place, PolicyError, Problem
-from tagc.policy.removed import remedy_for
 from tagc.policy.roles import ROLES
-from tagc.policy.suggest import closest, nearest, short
-
-__all__ = ["raise_problems", "translate"]
+from tagc.policy.suggest import closest, nearest, remedy_for, short
 
 
 def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
@@ -36,8 +33,7 @@ def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
 def translate(error: ValidationError, data: object, model: type[BaseModel]) -> list[Problem]:
     """Pydantic's errors on `data` as problems, in the terms of the file.
 
-    `model` has every key of a file. Allowed keys and values are read from it, because pydantic's
-    English text may change with its version.
+    `model` has every key of a file; allowed keys and values are read from it.
     """
     found = error.errors(include_url=False)
     # A misspelt key is one mistake, although the right key is then missing.
@@ -63,23 +59,13 @@ def _in_words(problem: Problem, data: Any) -> Problem:
     return replace(problem, text=f"{short(data[key])} was removed: {remedy}") if remedy else problem
 
 
-# By pydantic's type of error; the error's context fills in the limits.
+# By pydantic's type of error, where its own text does not fit a file.
 _TEXTS = {
     "bool_type": "must be true or false",
     "dict_type": "must be a mapping",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a valid number",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be greater than or equal to {ge}",
-    "int_type": "must be a valid integer",
     "invalid_key": "a key must be a string",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be less than or equal to {le}",
     "model_attributes_type": "must be a mapping",
     "model_type": "must be a mapping",
-    "string_too_short": "must have at least {min_length} character",
-    "string_type": "must be a valid string",
-    "string_unicode": "must be a valid string",
 }
 
 
@@ -97,11 +83,9 @@ def _translate_one(details: ErrorDetails, model: type[BaseModel]) -> tuple[Keys,
     if kind == "literal_error":
         values = [v for one in expected if get_origin(one) is Literal for v in get_args(one)]
         return path, _unknown(given, values)
-    context = details.get("ctx", {})
     if kind == "value_error":
-        return path, str(context["error"])
-    limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}
-    text = _TEXTS[kind].format(**limits) if kind in _TEXTS else details["msg"]
+        return path, str(details.get("ctx", {})["error"])
+    text = _TEXTS.get(kind) or re.sub("^(Input|String) should ", "must ", details["msg"])
     # A value that is the whole file is some other text, not a policy: name only its type.
     return path, f"{text}, not {short(given) if path else type(given).__name__}"
 
@@ -153,7 +137,7 @@ def _kind(codec: type[BaseModel]) -> str:
 def _sentence(problem: Problem, document: Document) -> str:
     place = _place_of(problem, document)
     where = document.source if place is None else f"{document.source}:{place}"
-    return ": ".join(part for part in (where, _spell(problem.path), problem.text) if part)
+    return ": ".join(part for part in (where, _key(problem.path), problem.text) if part)
 
 
 def _place_of(problem: Problem, document: Document) -> Place | None:
@@ -163,14 +147,13 @@ def _place_of(problem: Problem, document: Document) -> Place | None:
     return problem.place or document.places.get(path)
 
 
-def _spell(path: Keys) -> str:
+def _key(path: Keys) -> str:
     """`("gradients", 0, "codec")` as `gradients[0].codec`."""
-    spelled = ""
+    text = ""
     for part in path:
         if isinstance(part, int):
-            spelled += f"[{part}]"
+            text += f"[{part}]"
         else:
-            spelled += ("." if spelled else "") + (
-                part if re.fullmatch(r"[\w-]+", part) else short(part)
-            )
-    return spelled
+            name = part if re.fullmatch(r"[\w-]+", part) else short(part)
+            text += f".{name}" if text else name
+    return text

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self, get_args
 
-__all__ = ["ROLES", "ParamInfo", "Role", "clean_name", "layer_of", "role_of", "roles_beside"]
-
 Role = Literal["attention", "mlp", "embedding", "head", "norm", "router", "ssm", "other"]
 """`attention`: projections of attention and of its replacements, such as linear attention and
 state-space mixers. `mlp`: MLPs, including experts. `embedding`: everything that turns inputs into

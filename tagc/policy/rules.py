@@ -1,18 +1,210 @@
 """Rules: the codec and feedback of the parameters that a condition selects."""
 
+import re
 from collections.abc import Sequence
-from typing import Any, cast
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+)
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic.config import JsonDict
 
-from tagc.codecs.config import Strict
+from tagc.codecs import CODECS, CodecConfig
+from tagc.codecs.config import Block, InSchema, Strict, unit
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy.conditions import Miss, Near, When
-from tagc.policy.configs import AnyGradientConfig, AnyParameterConfig
-from tagc.policy.roles import ParamInfo
+from tagc.policy.roles import ParamInfo, Role, clean_name
+from tagc.policy.suggest import short
 
 SMALL = 16384
 """Elements below which a parameter is dense, unless a rule names it or states its `min_numel`."""
+
+# Conditions
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"must be a string or a non-empty list of strings, not {short(value)}")
+    return tuple(value)
+
+
+_LAST = 10**9 - 1  # index of a block; text has at most nine digits
+
+
+def _as_range(value: object) -> tuple[int, int]:
+    ends: list[Any] = []
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", value)
+        ends = [int(end) for end in found.groups() if end] if found else []
+    elif isinstance(value, list | tuple) and len(value) == 2:
+        ends = list(value)
+    elif isinstance(value, int):
+        ends = [value]
+    # A bool is also an int, but not a layer.
+    whole = ends and all(type(end) is int for end in ends)
+    if not whole or not 0 <= ends[0] <= ends[-1] <= _LAST:
+        raise ValueError(
+            f"must be a range such as '0-11', [0, 11] or one number, not {short(value)}"
+        )
+    return ends[0], ends[-1]
+
+
+def _or_one(array: JsonDict) -> JsonDict:
+    return {"anyOf": [array["items"], {**array, "minItems": 1}]}
+
+
+_LAYER: JsonDict = {"type": "integer", "minimum": 0, "maximum": _LAST}
+_RANGE: JsonDict = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*[0-9]{1,9}\s*(-\s*[0-9]{1,9}\s*)?$"},
+        _LAYER,
+        {"type": "array", "items": _LAYER, "minItems": 2, "maxItems": 2},
+    ],
+    "x-unit": "index of a block",
+}
+_Item = TypeVar("_Item")
+OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple), InSchema(_or_one)]
+Glob = Annotated[str, Field(min_length=1)]
+_Layers = Annotated[tuple[int, int], BeforeValidator(_as_range), WithJsonSchema(_RANGE)]
+_Numel = Annotated[int, Field(ge=0, le=2**63 - 1), unit("elements")]
+
+
+class Near(IntEnum):
+    """The condition that keeps a rule from selecting a parameter; a later one is a nearer miss."""
+
+    NOTHING = 0
+    ROLE = 1
+    NAME = 2
+    LAYERS = 3
+    SIZE = 4
+    NO_MATRIX = 5
+    SMALL = 6
+
+
+class Miss(NamedTuple):
+    """Why a rule does not select a parameter; `why` is text for users."""
+
+    near: Near
+    why: str
+
+
+class When(Strict):
+    """Conditions on a parameter. All given conditions must hold; {} selects every parameter."""
+
+    role: OneOrMore[Role] | None = None
+    """The parameter's part of the transformer, or a list of parts."""
+    name: OneOrMore[Glob] | None = None
+    """Glob that the whole name matches, or a list of globs; case sensitive. Wrapper prefixes are
+    removed from the name first."""
+    layers: _Layers | None = None
+    """Blocks to select, both ends included: "4-11", [4, 11], or one number."""
+    min_numel: _Numel | None = None
+    """Fewest elements of the parameter, before sharding. Without this key, a rule that compresses
+    and gives no name skips parameters below 16384 elements."""
+    max_numel: _Numel | None = None
+    """Most elements of the parameter, before sharding."""
+
+    @field_validator("role", "name")
+    @classmethod
+    def _sort(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        # The order of alternatives means nothing, so it must not change the policy's hash.
+        return None if value is None else tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        low, high = self.min_numel, self.max_numel
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_numel {low} is above max_numel {high}: nothing can match")
+        return self
+
+    def miss(self, param: ParamInfo) -> Miss | None:
+        """The condition that does not hold for the parameter; None if all hold."""
+        if self.role is not None and param.role not in self.role:
+            return Miss(Near.ROLE, "no rule for its role")
+        if self.name is not None:
+            name = clean_name(param.name)
+            if not any(fnmatchcase(name, glob) for glob in self.name):
+                return Miss(Near.NAME, "no rule for its name")
+        if self.layers is not None:
+            first, last = self.layers
+            if param.layer is None or not first <= param.layer <= last:
+                return Miss(Near.LAYERS, "no rule for its layer")
+        if self.min_numel is not None and param.numel < self.min_numel:
+            return Miss(Near.SIZE, f"{param.numel:,} elements < min_numel {self.min_numel:,}")
+        if self.max_numel is not None and param.numel > self.max_numel:
+            return Miss(Near.SIZE, f"{param.numel:,} elements > max_numel {self.max_numel:,}")
+        return None
+
+
+# Codecs
+
+
+class AutoConfig(CodecConfig):
+    """The fastest of dense, bfloat16, 8 and 4 bits on the link that `tagc.wrap` measures.
+
+    `min_bits` excludes choices with fewer bits. No choice costs visible quality: 4 bits use the
+    rule's feedback, by default `average` (LoCo); with kind `none` they are rounded stochastically.
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("average", "residual", "none")
+
+    kind: Literal["auto"] = "auto"
+    """The codec's name."""
+    min_bits: Annotated[Literal[4, 8, 16, 32], unit("bits per element")] = 4
+    """Fewest bits to choose from."""
+
+
+class AutoParametersConfig(AutoConfig):
+    """The fastest codec for parameters on the link that `tagc.wrap` measures.
+
+    Parameters have no feedback, so they get at least 8 bits. With enough `memory`, tagc may also
+    choose 4 bits of changes against a copy (2 bytes per parameter in bfloat16, divided by the ranks
+    on a host), or 8 bits that are kept for backward (1.01 bytes per parameter).
+    """
+
+    memory: Annotated[float, Field(ge=0, le=1024), unit("bytes per parameter")] = 0.0
+    """Bytes that a rank may store for each parameter of the model."""
+
+
+GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (
+    *(kind.config for kind in CODECS if kind.config),
+    AutoConfig,
+)
+PARAMETER_CONFIGS: tuple[type[CodecConfig], ...] = (
+    *(kind.parameter_config for kind in CODECS if kind.parameter_config),
+    AutoParametersConfig,
+)
+
+if TYPE_CHECKING:
+    # pydantic distinguishes them by their `kind`.
+    AnyGradientConfig: TypeAlias = Any
+    AnyParameterConfig: TypeAlias = Any
+else:
+    AnyGradientConfig = Annotated[Union[GRADIENT_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
+    AnyParameterConfig = Annotated[Union[PARAMETER_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
+
+
+# Rules
 
 
 class Selection(Strict):
@@ -138,3 +330,32 @@ def check_lead(rule: Rule) -> Rule:
             "give a number"
         )
     return rule
+
+
+# Dimensions of a mesh
+
+
+class QuantizedActivationsConfig(CodecConfig):
+    """Every element in `bits`, with a scale for every `block` elements.
+
+    Nothing is kept between steps, so what a backward computes again has the same bits, also with
+    `rounding: stochastic`: chance comes from the elements themselves.
+    """
+
+    feedback_kinds: ClassVar[tuple[str, ...]] = ("none",)
+
+    kind: Literal["quantized"] = "quantized"
+    """The codec's name."""
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
+    """Size of an element's code."""
+    block: Block = 64
+    """How many neighbouring elements share a scale of 16 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or randomly up or down with the right mean."""
+
+
+class DimensionRule(Strict):
+    """How activations and their gradients travel through the groups of one mesh dimension."""
+
+    codec: QuantizedActivationsConfig
+    """How large floating tensors are sent. Everything else travels as it is."""

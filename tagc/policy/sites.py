@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from tagc.codecs.config import Strict, unit
-from tagc.policy.configs import AutoConfig
 from tagc.policy.document import Problem
-from tagc.policy.rules import Rule, check_lead
+from tagc.policy.rules import AutoConfig, Rule, check_lead
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1), unit("optimizer steps")]
 
@@ -62,25 +61,25 @@ def problems_of_sites(
         others: its other rules, by key.
     """
     if sites.spacing < 1:
-        said = f"{sites.fragments} fragments cannot be due at different ones of {sites.every} steps"
-        yield Problem(("sites", "fragments"), said)
+        text = f"{sites.fragments} fragments cannot be due at different ones of {sites.every} steps"
+        yield Problem(("sites", "fragments"), text)
     elif sites.delay >= sites.spacing:
-        said = (
+        text = (
             f"an exchange of {sites.delay} steps ends after the next one begins, {sites.spacing} "
             "steps later (every / fragments): give fewer"
         )
-        yield Problem(("sites", "delay"), said)
+        yield Problem(("sites", "delay"), text)
     for key in (key for key, value in others.items() if value):
-        said = (
+        text = (
             "sites exchange changes of parameters by the rules for gradients: leave this out, and "
             "give tagc.wrap a policy of its own for the traffic inside a site"
         )
-        yield Problem((key,), said)
+        yield Problem((key,), text)
     for i, rule in enumerate(rules):
         try:
             check_lead(rule)
         except ValueError as error:
             yield Problem(("gradients", i), str(error))
         if isinstance(rule.codec, AutoConfig):
-            said = "codec 'auto' chooses by the time of a step, which sites do not wait for"
-            yield Problem(("gradients", i, "codec"), said)
+            text = "codec 'auto' chooses by the time of a step, which sites do not wait for"
+            yield Problem(("gradients", i, "codec"), text)

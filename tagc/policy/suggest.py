@@ -1,13 +1,34 @@
-"""Suggests valid keys and values in place of invalid ones."""
+"""Suggests valid keys and values in place of invalid and removed ones."""
 
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Values that a key no longer takes, by key: what to write instead.
+_REMOVED: dict[tuple[object, object], str] = {
+    ("dtype", "int8"): "write dtype: bfloat16, which holds twice as many bytes",
+    ("kind", "packed"): (
+        "write kind: matrix with bits: 1, which is better in bits, loss, time and memory; with "
+        "FSDP1 write kind: quantized with bits: 4"
+    ),
+}
+REMOVED_POLICIES = {
+    "packed-20": "take 'one-bit', which is better in bits, loss, time and memory; with FSDP1 take "
+    "'loco-4bit'",
+}
+"""What to write instead of a removed built-in policy, by its name."""
+
+
+def remedy_for(key: object, mapping: Mapping[Any, object]) -> str | None:
+    """What to write instead of this key's value; None if the value was never allowed."""
+    value = mapping.get(key)
+    return _REMOVED.get((key, value)) if isinstance(value, str) else None
 
 
 def closest(given: object, options: Sequence[object]) -> str | None:
-    """The option whose spelling is closest to `given`; None if no option is similar."""
+    """The option whose text is closest to `given`; None if no option is similar."""
     lowered = {str(option).lower(): str(option) for option in options}
     close = difflib.get_close_matches(short(given).strip("'").lower(), lowered, n=1, cutoff=0.5)
     return lowered[close[0]] if close else None

@@ -21,7 +21,7 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.fsdp1_net import sharded as sharded_by_fsdp1
 from support.small_net import sharded as net
-from tagc.checkpoint.suffix import split_suffix
+from tagc.checkpoint.by_parameter import split_part
 from tagc.codecs.matrix import MatrixPlan
 from tagc.plan import Box, Plan, UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
@@ -126,7 +126,7 @@ def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: 
             continue
         owed, ahead = state[f"residual.gradients.{name}"].double(), torch.zeros(shape).double()
         for full, q in state.items():
-            parameter, part = split_suffix(full)
+            parameter, part = split_part(full)
             if parameter == f"sent.gradients.{name}":
                 (box,) = part.boxes(tuple(shape), dim=1 if name == "tail.weight" else 0)
                 ahead[Box.whole(tuple(shape)).index(box)] = q.double()

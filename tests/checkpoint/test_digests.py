@@ -1,26 +1,29 @@
-"""A changed bit in what was saved is refused, in checkpoints of torch and in state dicts, too."""
+"""A changed bit in what was saved is refused; copies and digests of a device's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tagc.checkpoint import OneRank, StateError, to_state_dict
-from tagc.checkpoint.dcp import CheckpointFolder
-from tagc.checkpoint.digest import matches_digest, with_digest
+from tagc.checkpoint import State, digest
+from tagc.checkpoint.by_parameter import ParamLocation, Part
+from tagc.checkpoint.digest import WIDTH, matches_digest, sums_of, with_digest
 from tagc.checkpoint.format import StateHeader, metadata_from_tensor, metadata_to_tensor
+from tagc.plan import UnitParam
 
 HEADER = StateHeader(
     policy="p", policy_hash="a" * 64, layout="b" * 64, world_size=1, rank=0, step=3
 )
 NAME, COUNTERS = "residual.gradients.p", "unit.gradients.u.counters"
 TENSORS = {NAME: torch.arange(6.0).view(2, 3), COUNTERS: torch.tensor([3, 2])}
+ROW = 4 * WIDTH  # bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -42,9 +45,6 @@ def test_any_tensor_has_a_digest(dtype: torch.dtype) -> None:
         if tensor.numel():
             plain.view(-1).view(torch.uint8)[-1] ^= 1
             assert not matches_digest(with_digest({}, {name: tensor}), {name: plain})
-
-
-# Bits
 
 
 def renamed(tensors: dict[str, Tensor]) -> None:
@@ -74,43 +74,45 @@ def test_every_change_is_found(change: Callable[[dict[str, Tensor]], None]) -> N
     assert not matches_digest(metadata, tensors)
 
 
-def test_they_stay_what_they_are() -> None:
-    """Those of this format, and of earlier versions, which hashed the elements themselves."""
-    metadata = replace(HEADER, version="1").to_strings()
-    now = "5579be9aaaf3efebc052c9057d9b75b12456d7aa7811554f01a4cb3814b9a444"
-    former = "661f52878d3a1dc4495904af6ac720f2ee2b555c074cb59835da165e93636624"
-    assert with_digest(metadata, TENSORS) == metadata | {"digest": now}
-    damaged = TENSORS | {NAME: TENSORS[NAME] + 1}
-    for said in ({"digest": now}, {"sha256": former}):
-        assert matches_digest(metadata | said, TENSORS)
-        assert not matches_digest(metadata | said, damaged)
+def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sums of a damaged row change, and no others; the same in parts of any size."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(256, (2 * ROW + 7,), dtype=torch.uint8, generator=generator)
+    before = sums_of(values)
+    assert before.shape == (3, 2)
+    monkeypatch.setattr(digest, "_ROWS_ON_CPU", 1)
+    assert torch.equal(sums_of(values), before)
+
+    def check(damaged: Tensor, rows: list[bool]) -> None:
+        assert (sums_of(damaged) != before).tolist() == [[row, row] for row in rows]
+
+    for place in (0, 3, ROW - 1, ROW, 2 * ROW + 6):
+        for bit in (0, 7):
+            damaged = values.clone()
+            damaged[place] ^= 1 << bit
+            check(damaged, [place // ROW == row for row in range(3)])
+    for start in range(0, 2 * ROW, ROW // 4):
+        damaged = values.clone()
+        damaged[start : start + 4096] = 0
+        check(damaged, [start // ROW == row for row in range(3)])
+    check(torch.cat((values[ROW : 2 * ROW], values[:ROW], values[2 * ROW :])), [True, True, False])
 
 
-def sources(folder: Path, state: dict[str, Tensor]) -> Iterator[OneRank | CheckpointFolder]:
-    """A state dict, and the checkpoint that it makes."""
-    yield OneRank(state)
-    with pytest.warns(UserWarning, match="save in a single process"):
-        dcp.save({"tagc": state}, checkpoint_id=folder, no_dist=True)
-    yield CheckpointFolder(folder, "tagc")
-
-
-def test_a_changed_state_is_refused(tmp_path: Path) -> None:
-    state = to_state_dict(HEADER, {name: tensor.clone() for name, tensor in TENSORS.items()})
-    (name,) = (name for name in state if name.endswith(NAME))
-    state[name][0, 0] += 1
-    for source in sources(tmp_path, state):
-        with pytest.raises(StateError, match="damaged: its content is not what was saved"):
-            source.read(0, COUNTERS)
-
-
-def test_states_without_a_digest_load_as_they_are(tmp_path: Path) -> None:
-    """Earlier versions wrote none."""
-    state = to_state_dict(HEADER, TENSORS)
-    state[next(iter(state))] = metadata_to_tensor(HEADER.to_strings())
-    for source in sources(tmp_path, state):
-        assert source.headers() == {0: HEADER}
-        for name, tensor in TENSORS.items():
-            assert torch.equal(source.read(0, name), tensor)
+def test_sums_are_as_described() -> None:
+    values = torch.arange(ROW + 6).to(torch.uint8)
+    weights = digest._weights(values.device).tolist()
+    # SplitMix64's first outputs from seed 0, as other implementations list them.
+    first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [w % 2**64 for w in weights[0][:3]] == first
+    content = bytes(values.tolist()) + bytes(2)
+    words = [
+        int.from_bytes(content[i : i + 4], "little", signed=True) for i in range(0, len(content), 4)
+    ]
+    for row, found in enumerate(sums_of(values).tolist()):
+        own = words[row * WIDTH : (row + 1) * WIDTH]
+        for some, sum_of_some in zip(weights, found, strict=True):
+            expected = sum(w * x for w, x in zip(some, own, strict=False))
+            assert (expected - sum_of_some) % 2**64 == 0
 
 
 @pytest.mark.parametrize("character", ["\U0001f600", "\ud800"])
@@ -125,3 +127,81 @@ def test_the_longest_name_of_a_policy_fits(character: str) -> None:
     )
     metadata = with_digest(header.to_strings(), {})
     assert metadata_from_tensor(metadata_to_tensor(metadata), "here") == metadata
+
+
+# Copies on the host
+
+ROWS, SHAPE, COUNT = 4, (2000, 50), 8
+COLUMNS = 25_000
+ONE = 4 * ROWS * COLUMNS  # bytes of a tensor
+
+
+class Device(TorchDispatchMode):
+    """Counts the bytes of tensors made on ``meta``, which stands for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.copied = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].device.type == "cpu":
+            assert args[1].device.type == "meta"
+            self.copied += args[0].nbytes
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "meta":
+            storage = out.untyped_storage()
+            if all(
+                a.untyped_storage()._cdata != storage._cdata for a in args if torch.is_tensor(a)
+            ):
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return out
+
+
+def state_on(device: str, dim: int) -> State:
+    """A unit with residuals of several parameters, and a large state besides."""
+    shape = SHAPE if dim == 0 else SHAPE[::-1]
+    residual = torch.arange(ROWS * COLUMNS * COUNT, dtype=torch.float32, device=device)
+    residual = residual.view(ROWS, -1)
+    places = [
+        ParamLocation(
+            param=UnitParam(name=f"p{i}", shape=shape, columns=COLUMNS, dim=dim),
+            part=Part(None, None, None),
+            pieces=((0, ROWS * COLUMNS, slice(0, ROWS), slice(i * COLUMNS, (i + 1) * COLUMNS)),),
+        )
+        for i in range(COUNT)
+    ]
+    copies = {f"copy{i}": torch.ones(ROWS * COLUMNS, device=device) for i in range(COUNT)}
+    unit: Any = SimpleNamespace(
+        name="unit",
+        residuals=lambda: [(p.param.name, p, residual) for p in places],
+        reducer=SimpleNamespace(state=lambda: copies),
+    )
+    plan: Any = None
+    return State(plan=plan, groups=(), reduced=[unit], gathered=())
+
+
+def test_a_device_holds_one_more_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_ROWS", 1)
+    sums_of(torch.zeros(1, device="meta"))  # makes the weights
+    for dim in range(2):
+        state = state_on("meta", dim)
+        with Device() as device:
+            copies = state.take()
+        assert {tensor.device.type for tensor in copies.tensors.values()} == {"cpu"}
+        assert device.copied > 2 * COUNT * ONE
+        assert ONE <= device.most < 2 * ONE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [0, 1])
+def test_copies_of_a_gpu(dim: int) -> None:
+    found, expected = state_on("cuda", dim).take(), state_on("cpu", dim).take()
+    for copies, others in zip(found, expected, strict=True):
+        assert list(copies) == list(others)
+        for name, tensor in copies.items():
+            assert torch.equal(tensor, others[name])
+            assert tensor.is_pinned()

@@ -25,10 +25,17 @@ from support.exact import equal
 from support.launching import Echo
 from support.mutation import SECONDS, by_count, mutated
 from support.units import codec_plan
-from tagc.checkpoint import OneRank, State, StateError, UnitState, save_folder, to_state_dict
-from tagc.checkpoint.dcp import CheckpointFolder
-from tagc.checkpoint.files import SafetensorsFolder, write_rank
-from tagc.checkpoint.format import Source
+from tagc.checkpoint import (
+    Source,
+    State,
+    StateError,
+    UnitState,
+    from_state_dict,
+    save_folder,
+    to_state_dict,
+)
+from tagc.checkpoint.dcp import open_checkpoint
+from tagc.checkpoint.files import open_files, write_rank
 from tagc.codecs.workspace import Workspace
 from tagc.collect import SilentGroup, UnitReducer
 from tagc.ops import get_ops
@@ -89,7 +96,7 @@ class Unit:
     def reset(self) -> None:
         """Go back."""
         about, before = self.state.header(), self.before
-        self.state.load(lambda: OneRank(to_state_dict(about, before)), force=False)
+        self.state.load(lambda: from_state_dict(to_state_dict(about, before)), force=False)
 
 
 def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
@@ -109,7 +116,7 @@ def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
             head = draw.choice((40, 500, len(content)))
             changed = mutated(content[:head], words, draw) + content[head:]
             file.write_bytes(changed)
-            if tested.load(partial(SafetensorsFolder, here)):
+            if tested.load(partial(open_files, here)):
                 loaded += 1
                 equal(tested.state.take().tensors, tested.before)
             file.write_bytes(content)
@@ -128,7 +135,7 @@ def fuzz_values(rank: int, folder: Path, count: int) -> int:
         for _ in range(count // len(CODECS)):
             tensors = changed_values(tested.before, draw, generator)
             write_rank(here, save, tested.state.header(), tensors)
-            if tested.load(partial(SafetensorsFolder, here)):
+            if tested.load(partial(open_files, here)):
                 loaded += 1
                 equal(tested.state.take().tensors, tensors)
                 tested.encode()  # and it works
@@ -181,7 +188,7 @@ def fuzz_checkpoint(rank: int, folder: Path, count: int) -> int:
     for _ in range(count):
         file = draw.choice(list(files))
         file.write_bytes(mutated(files[file], words, draw))
-        if tested.load(lambda: CheckpointFolder(folder, "tagc")):
+        if tested.load(lambda: open_checkpoint(folder, "tagc")):
             loaded += 1
             equal(tested.state.take().tensors, tested.before)
         tested.reset()
@@ -212,7 +219,7 @@ def test_every_attack_on_an_index_is_refused(tmp_path: Path) -> None:
     for attack in attacks():
         (tmp_path / ".metadata").write_bytes(attack)
         with pytest.raises(StateError, match=r"nothing was loaded|not an index"):
-            CheckpointFolder(tmp_path, "tagc")
+            open_checkpoint(tmp_path, "tagc")
     assert not (tmp_path / "owned").exists()
 
 

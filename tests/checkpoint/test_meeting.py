@@ -16,7 +16,7 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.states import POLICIES, run, shared_folder, wrapped
-from tagc.checkpoint import folders
+from tagc.checkpoint import files
 from tagc.collect import Meeting, meeting
 
 COLLECTIVES = [
@@ -50,8 +50,8 @@ def test_no_collective_from_the_first_file_on(rank: int, world_size: int) -> Non
             stack.enter_context(no_collectives())
             return write_rank(*args)
 
-        write_rank = folders.write_rank
-        with stack, patch.object(folders, "write_rank", write):
+        write_rank = files.write_rank
+        with stack, patch.object(files, "write_rank", write):
             compressor.save(folder)
             with pytest.raises(AssertionError, match="a collective"):
                 dist.barrier()
@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int, gone: in
         run(model, rank, range(2, 3))
         with patch.object(meeting, "PATIENCE", timedelta(seconds=0.5)):
             if rank == gone:
-                with patch.object(folders, "write_rank", stop), pytest.raises(Stopped):
+                with patch.object(files, "write_rank", stop), pytest.raises(Stopped):
                     compressor.save(folder)
             else:
                 with pytest.raises(RuntimeError, match=f"rank {gone} did not come within") as error:
@@ -104,8 +104,8 @@ def test_nothing_in_the_store_is_unpickled(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match="can't decode byte 0x80"):
             tested.together("first", lambda: None)
     else:
-        said: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
-        tested._store.set("1/1", said)
+        message: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
+        tested._store.set("1/1", message)
 
 
 def fail() -> None:

@@ -15,7 +15,7 @@ from support.distributed import on_ranks
 from support.exact import equal
 from support.marks import covering
 from support.states import POLICIES, run, shared_folder, wrapped
-from tagc.checkpoint import StateError, files, folders
+from tagc.checkpoint import StateError, files
 from tagc.checkpoint.files import check_save, write_rank
 from tagc.checkpoint.format import StateHeader
 
@@ -83,7 +83,7 @@ STEPS = {"write_rank": 1, "check_save": 0, "commit": 0, "is_committed": 1}
 @pytest.mark.parametrize(("step", "done"), covering(STEPS, [False, True]))
 def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) -> None:
     """Before it did anything, or after; with a former save, or without one."""
-    real: Callable[..., Any] = getattr(folders, step)
+    real: Callable[..., Any] = getattr(files, step)
 
     def fail(*args: Any) -> None:
         if done:
@@ -96,7 +96,7 @@ def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) 
         for name in ("second", "first"):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == STEPS[step]:
-                    patch.setattr(folders, step, fail)
+                    patch.setattr(files, step, fail)
                 with pytest.raises(ERRORS, match="no space left on device"):
                     tested.compressor.save(folder / name)
         tested.check_former()
@@ -108,15 +108,24 @@ def test_every_step_can_fail(rank: int, world_size: int, step: str, done: bool) 
 def test_files_that_the_marker_may_name_stay(rank: int, world_size: int) -> None:
     """Where the former marker cannot be put back, the new save is whole."""
 
+    written: list[Path] = []
+    write_marker = files.write_marker
+
     def fail(*_: Any) -> None:
         raise OSError("the disk is gone")
+
+    def write_once(folder: Path, content: bytes | None) -> None:
+        if written:
+            fail()
+        written.append(folder)
+        write_marker(folder, content)
 
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
         tested = Run(rank, folder)
         now = tested.compressor.state_dict()
-        patch.setattr(folders, "write_marker", fail)
+        patch.setattr(files, "write_marker", write_once)
         if rank == 1:
-            patch.setattr(folders, "is_committed", fail)
+            patch.setattr(files, "is_committed", fail)
         with pytest.raises(ERRORS, match="the disk is gone") as caught:
             tested.compressor.save(folder)
         assert "files of this save are left" in "".join(caught.value.__notes__)
@@ -146,7 +155,7 @@ def test_old_files_that_cannot_be_removed(rank: int, world_size: int) -> None:
     with shared_folder() as folder:
         tested = Run(rank, folder)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folders, "clean", fail)
+            patch.setattr(files, "clean", fail)
             if rank == 0:
                 with pytest.warns(UserWarning, match="earlier saves are left in it: busy"):
                     tested.compressor.save(folder)

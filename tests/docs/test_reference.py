@@ -6,13 +6,18 @@ import pytest
 
 from reference import policy_reference
 from tagc.codecs.feedback import FeedbackConfig
-from tagc.policy.conditions import When
-from tagc.policy.configs import GRADIENT_CONFIGS, PARAMETER_CONFIGS
-from tagc.policy.dimensions import DimensionRule, QuantizedActivationsConfig
+from tagc.policy import Tuning
 from tagc.policy.policy import Extension
-from tagc.policy.rules import ParameterRule, Rule
+from tagc.policy.rules import (
+    GRADIENT_CONFIGS,
+    PARAMETER_CONFIGS,
+    DimensionRule,
+    ParameterRule,
+    QuantizedActivationsConfig,
+    Rule,
+    When,
+)
 from tagc.policy.sites import OuterConfig, SitesConfig
-from tagc.policy.tuning import Tuning
 
 PARTS = {
     *(Extension, Rule, ParameterRule, Tuning, When, FeedbackConfig),

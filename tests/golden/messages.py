@@ -76,9 +76,9 @@ INSIDE = ("native", "bfloat16", "int8")
 def hashes(ranks: int, dtype: torch.dtype) -> dict[str, str]:
     """SHA-256 by case: of words, and of sums with what is owed in the end."""
     found: dict[str, str] = {}
-    for said in zip(*run_ranks(_of_rank, ranks, dtype, timeout=220), strict=True):
-        (name,) = {case for case, _, _ in said}
-        found[name] = " ".join(digest(one[part] for one in said) for part in (1, 2))
+    for ranks_sent in zip(*run_ranks(_of_rank, ranks, dtype, timeout=220), strict=True):
+        (name,) = {case for case, _, _ in ranks_sent}
+        found[name] = " ".join(digest(one[part] for one in ranks_sent) for part in (1, 2))
     return found
 
 

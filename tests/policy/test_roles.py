@@ -114,12 +114,12 @@ def test_names_that_only_their_neighbours_explain():
 
 def test_a_plan_names_what_has_no_role():
     shapes = dict.fromkeys((line.split()[0] for line in GPT.strip().splitlines()), (256, 256))
-    said = str(tagc.explain(shapes, "attn-only", world_size=2))
+    text = str(tagc.explain(shapes, "attn-only", world_size=2))
     assert (
         "- 4 matrices have role other, as names tell no more: fc.weight, proj.weight and 2 more"
-        in said
+        in text
     )
-    line = next(t for t in said.splitlines() if "blocks.0.proj.weight" in t and "role" not in t)
+    line = next(t for t in text.splitlines() if "blocks.0.proj.weight" in t and "role" not in t)
     assert " attention " in line
     assert "role other" not in str(tagc.explain(shapes, "dense", world_size=2))
 

@@ -18,7 +18,7 @@ import tagc
 from support import fsdp1_net, parallel_net, small_net
 from support.states import in_whole, wrapped
 from tagc.attach import ddp
-from tagc.checkpoint.suffix import split_suffix
+from tagc.checkpoint.by_parameter import split_part
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def kept(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Kept:
         kind = name.split(".")[0]
         if kind in ("residual", "owner_residual", "sent"):
             parameter, whole = in_whole(name.split(".", 2)[2], tensor, shapes)
-            duplicate = split_suffix(name)[1].duplicate or (0, 1)
+            duplicate = split_part(name)[1].duplicate or (0, 1)
             of = ".".join([*name.split(".", 2)[:2], parameter])
             before = found[of][1] if of in found else 0
             found[of] = duplicate[0], before + whole

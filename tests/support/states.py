@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tagc
 from support.exact import equal
 from support.small_net import local, local_weights, loss_of, sharded
-from tagc.checkpoint.format import StateHeader
-from tagc.checkpoint.suffix import split_suffix
+from tagc.checkpoint.by_parameter import split_part
+from tagc.checkpoint.digest import with_digest
+from tagc.checkpoint.format import RankState, Source, StateHeader
 from tagc.plan import Box
 
 
@@ -158,7 +159,7 @@ def in_whole(
     name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, Tensor]:
     """A parameter's name, and its saved values, or those of a shard, with zeros elsewhere."""
-    parameter, part = split_suffix(name)
+    parameter, part = split_part(name)
     whole = torch.zeros(shapes[parameter], dtype=torch.float64)
     boxes = part.boxes(shapes[parameter], dim=0)
     pieces = tensor.flatten().double().split([box.numel for box in boxes])
@@ -170,9 +171,9 @@ def in_whole(
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """A temporary folder that all ranks see."""
-    said = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said, src=0)
-    folder = Path(str(said[0]))
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    folder = Path(str(names[0]))
     yield folder
     dist.barrier()
     if dist.get_rank() == 0:
@@ -205,20 +206,16 @@ def loads_badly(rank: int, saver: str, policy: dict, folder: Path) -> tuple[str,
     raise AssertionError("loaded")
 
 
-class Stored:
+def stored(ranks: Mapping[int, Mapping[str, Tensor]]) -> Source:
     """A source of ranks' saved states, in memory."""
 
-    alone, where, identity = False, "here", ""
+    def state(rank: int) -> RankState:
+        header = StateHeader(
+            policy="", policy_hash="0" * 64, layout="0" * 64, world_size=99, rank=rank, step=0
+        )
+        tensors = dict(ranks[rank])
+        shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        metadata = with_digest(header.to_strings(), tensors)
+        return RankState("here", metadata, shapes, lambda: tensors)
 
-    def __init__(self) -> None:
-        self.tensors: dict[int, dict[str, Tensor]] = {}
-
-    def headers(self) -> Mapping[int, StateHeader]:
-        one = StateHeader(policy="", policy_hash="", layout="", world_size=9, rank=0, step=0)
-        return dict.fromkeys(self.tensors, one)
-
-    def shapes(self, rank: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {n: (t.dtype, tuple(t.shape)) for n, t in self.tensors[rank].items()}
-
-    def read(self, rank: int, name: str) -> Tensor:
-        return self.tensors[rank][name]
+    return Source("here", {rank: state(rank) for rank in ranks})

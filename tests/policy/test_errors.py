@@ -4,85 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from support.policy_files import BASE, errors, load_text
+from support.policy_files import BASE, errors
 from tagc.policy import Policy, PolicyError
 
 HUGE = {"kind": "matrix", "bits": 10**5000}
-NEW = """\
-schema: 1
-gradients:
-  - when: {}
-    codec: {kind: %s}
-parameters:
-  - when: {}
-    codec: {kind: %s}
-"""
-
-
-@pytest.mark.parametrize(
-    ("gradient", "parameter", "message"),
-    [
-        ("quantised, bits: 4", "dense", "4:13: gradients[0].codec.kind: unknown value 'quantised'; "
-         "did you mean 'quantized'?"),
-        ("quantized, bits: 3", "dense", "4:30: gradients[0].codec.bits: unknown value 3; "
-         "did you mean 4? available: 4, 8"),
-        ("quantized, block: 48", "dense", "gradients[0].codec.block: unknown value 48; did you "
-         "mean 64 or 32?"),
-        ("quantized, block: '128'", "dense", "value '128'; did you mean 128, without quotes?"),
-        ("quantized, block: big", "dense", "unknown value 'big'; available: 32, 64,"),
-        ("sketch, density: 1, warmup_steps: 2147483648", "dense", "less than or equal to "
-         "2147483647, not 2147483648"),
-        ("dense", "sketch", "7:13: parameters[0].codec.kind: unknown value 'sketch'; "
-         "available: quantized, delta, dense"),
-        ("dense", "quantized, keep_for_backward: 1", "must be true or false, not 1"),
-        ("dense", "auto, min_bits: 9", "parameters[0].codec.min_bits: unknown value 9; "
-         "did you mean 8 or 16? available: 4, 8, 16, 32"),
-    ],
-)  # fmt: skip
-def test_errors_of_every_codec(gradient: str, parameter: str, message: str, tmp_path):
-    [line] = errors(NEW % (gradient, parameter), tmp_path)
-    assert message in line
-
-
-@pytest.mark.parametrize(
-    ("codec", "feedback", "message"),
-    [
-        ({"kind": "sketch", "density": 0.1}, {"kind": "average"}, "would forget most"),
-        ({"kind": "sketch", "density": 0.1}, {"beta": 0.5}, "only for the kind 'average'"),
-        ({"kind": "sketch", "density": 0.1, "support": "shared"}, {"kind": "none"}, "residuals"),
-        ({"kind": "dense", "wire": "bfloat16"}, {"kind": "residual"}, "has no effect"),
-        ({"kind": "quantized"}, {"kind": "average", "beta": 1.0}, "less than 1"),
-    ],
-)
-def test_feedback_must_go_with_the_codec(codec: dict, feedback: dict, message: str):
-    rule = {"when": {}, "codec": codec, "feedback": feedback}
-    with pytest.raises(PolicyError, match=message):
-        Policy.load({"schema": 1, "gradients": [rule]})
-
-
-SHARED = {"codec": {"kind": "sketch", "density": 0.1, "support": "shared"}}
+OWNED = {"when": {}, "codec": {"kind": "sketch", "density": 0.1, "support": "shared"}}
 MEASURED = {
+    "when": {},
     "codec": {"kind": "quantized"},
     "feedback": {"kind": "residual", "lead": "measured"},
 }
 
-
-@pytest.mark.parametrize(
-    ("rest", "message"),
-    [
-        (SHARED, "replicas[0]: codec.support 'shared' is chosen by a shard's owner"),
-        (MEASURED, "replicas[0]: feedback.lead 'measured' differs from rank to rank"),
-    ],
-)
-def test_what_is_for_gradients_only(rest: dict, message: str):
-    rule = {"when": {}, **rest}
-    with pytest.raises(PolicyError) as caught:
-        Policy.load({"schema": 1, "gradients": [rule], "replicas": [rule]})
-    [line] = str(caught.value).splitlines()
-    assert message in line
-
-
 AT = "gradients[0]."
+DENSE = "{kind: dense}"
+GATHERED = "{kind: dense}\nparameters: [{when: {}, codec: {kind: %s}}]"
 INVALID = [
     # old text, new text, start of the only error line, its end or a part of it
     ("density", "densty", f"7:7: {AT}codec.densty: unknown key;", "did you mean 'density'?"),
@@ -118,6 +53,61 @@ INVALID = [
     ("{kind: dense}", "dense", "11:5: gradients[1].codec: must be a mapping", "not 'dense'"),
     ("residual", "none", f"9:5: {AT}feedback: dtype 'bfloat16' has no effect", ""),
     ("{kind: dense}", "{kind: dense}\n    feedback: {}", "12:5: gradients[1].feedback: kind", ""),
+    # Every codec has its own values, and their neighbours.
+    (DENSE, "{kind: quantised}", "11:13: gradients[1].codec.kind: unknown", "mean 'quantized'?"),
+    (
+        DENSE,
+        "{kind: quantized, bits: 3}",
+        "11:30: gradients[1].codec.bits: unknown value 3; did you mean 4? available: 4, 8",
+        "",
+    ),
+    (
+        DENSE,
+        "{kind: quantized, block: 48}",
+        "11:30: gradients[1].codec.block: unknown value 48; did you mean 64 or 32?",
+        "",
+    ),
+    (DENSE, "{kind: quantized, block: '128'}", "11:30: ", "did you mean 128, without quotes?"),
+    (DENSE, "{kind: quantized, block: big}", "11:30: ", "unknown value 'big'; available: 32, 64,"),
+    (
+        "density: 0.2",
+        "density: 1\n      warmup_steps: 2147483648",
+        "8:7: ",
+        "less than or equal to 2147483647, not 2147483648",
+    ),
+    (
+        DENSE,
+        GATHERED % "sketch",
+        "12:33: parameters[0].codec.kind: unknown value 'sketch'; "
+        "available: quantized, delta, dense",
+        "",
+    ),
+    (DENSE, GATHERED % "quantized, keep_for_backward: 1", "12:50: ", "true or false, not 1"),
+    (
+        DENSE,
+        GATHERED % "auto, min_bits: 9",
+        "12:45: parameters[0].codec.min_bits: unknown value 9; "
+        "did you mean 8 or 16? available: 4, 8, 16, 32",
+        "",
+    ),
+    # Feedback must go with the codec.
+    ("residual", "average", f"9:5: {AT}feedback: kind 'average' would forget most", ""),
+    ("residual", "residual, beta: 0.5", f"9:5: {AT}feedback: ", "only for the kind 'average'"),
+    (DENSE, "{kind: quantized}\n    feedback: {beta: 1.0}", "12:16: ", "less than 1"),
+    (DENSE, "{kind: dense}\n    feedback: {kind: residual}", "12:5: ", "has no effect"),
+    # What was removed.
+    (
+        "bfloat16",
+        "int8",
+        f"9:32: {AT}feedback.dtype: 'int8' was removed: write dtype: bfloat16",
+        "",
+    ),
+    (
+        DENSE,
+        "{kind: packed}",
+        "11:13: gradients[1].codec.kind: 'packed' was removed: write kind: matrix with bits: 1",
+        "FSDP1",
+    ),
     *(
         ("role: attention", f"layers: {layers}", f"4:12: {AT}when.layers: must be a range", "")
         for layers in ("3-1", "1 2-30", "[1]", "[0, true]", "-1", "1.5", "[0, 10000000000]")
@@ -140,6 +130,7 @@ def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_p
         (b"schema: 1\nabout: \xff", "p.yaml:2:8: not UTF-8 text"),
         ("a: b\n---\nc: d", "p.yaml:2:1: invalid YAML: expected a single document"),
         ("[" * 5000, "p.yaml:1:"),
+        ("# only a comment\n", "p.yaml: the file is empty"),
         ("schema: 1\ngradients: []", "p.yaml:2:1: gradients: must be a non-empty list of rules"),
         ("schema: 1\ngradients: &x [*x]", "p.yaml:2:16: gradients[0]: YAML aliases"),
         ("schema: 1\ngradients: [5]", "p.yaml:2:13: gradients[0]: must be a mapping, not 5"),
@@ -148,11 +139,6 @@ def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_p
 def test_error_in_the_whole_file(text, expected, tmp_path):
     [line] = errors(text, tmp_path)
     assert line.startswith(expected)
-
-
-def test_empty_file(tmp_path):
-    with pytest.raises(PolicyError, match="the file is empty"):
-        load_text("# only a comment\n", tmp_path)
 
 
 def test_all_errors_are_listed_by_line(tmp_path):
@@ -186,6 +172,20 @@ def test_all_errors_are_listed_by_line(tmp_path):
         ("missing/p", "missing/p: cannot be read: No such file"),
         (Path("missing"), "missing: cannot be read: No such file"),
         (5, "not int"),
+        ("packed-20", "the built-in policy 'packed-20' was removed: take 'one-bit', which"),
+        ({"schema": 1, "extends": "packed-20"}, "extends: the built-in policy 'packed-20' was rem"),
+        (
+            {"schema": 1, "gradients": [OWNED | {"feedback": {"kind": "none"}}]},
+            "<dict>: gradients[0].feedback: support 'shared' is chosen from residuals",
+        ),
+        (
+            {"schema": 1, "gradients": [OWNED], "replicas": [OWNED]},
+            "<dict>: replicas[0]: codec.support 'shared' is chosen by a shard's owner",
+        ),
+        (
+            {"schema": 1, "gradients": [MEASURED], "replicas": [MEASURED]},
+            "<dict>: replicas[0]: feedback.lead 'measured' differs from rank to rank",
+        ),
         ({}, "<dict>: schema: the key is missing\n<dict>: gradients: the key is missing"),
         ({1: 2}, "<dict>: [1]: a key must be a string, not 1"),
         ({"\ud800": 1, "schema": 1}, "<dict>: must be a valid string"),

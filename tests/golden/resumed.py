@@ -22,6 +22,7 @@ from torch.optim import SGD
 
 import tagc
 from golden.inputs import content, digest, fixed
+from support.distributed import run_ranks
 from support.small_net import local
 from tagc.costs import Link, Speed, auto, speed_key
 from tagc.handle.handle import Handle
@@ -193,22 +194,28 @@ def _training(case: str) -> Training:
     return Training(policy) if policy.sites is None else SiteTraining(policy)
 
 
-def train(rank: int, cases: list[str], folder: Path) -> None:
-    """Train with each policy, and save what a golden file holds."""
-    for case in cases:
+def _train(rank: int, folder: Path) -> None:
+    for case in CASES:
         training = _training(case)
         for step in range(training.stop):
             training.step(rank, step)
         training.save(folder / case)
 
 
-def resume(rank: int, cases: list[str], folder: Path, form: str) -> dict[str, str]:
-    """Hashes of what comes after each checkpoint, by policy."""
+def _resume(rank: int, folder: Path, form: str) -> dict[str, str]:
     found = {}
-    for case in cases:
+    for case in CASES:
         training = _training(case)
         training.load(folder / case, form)
         for step in range(training.stop, training.stop + training.more):
             training.step(rank, step)
-        found[case] = " ".join(training.hashes())
+        found[f"{case} | rank {rank}"] = " ".join(training.hashes())
     return found
+
+
+def resumed(folder: Path, form: str) -> dict[str, str]:
+    """Hashes by policy and rank, of what comes after a checkpoint in a format."""
+    if not folder.exists():
+        run_ranks(_train, RANKS, folder, timeout=240)
+    ranks = run_ranks(_resume, RANKS, folder, form, timeout=240)
+    return {case: found for of_rank in ranks for case, found in of_rank.items()}

@@ -1,0 +1,336 @@
+"""Policies: where they come from, what they extend, how they are shown, and what they hash."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.policy_files import BASE, BIG, load_text, one_rule
+from tagc.codecs.dense import DenseConfig
+from tagc.codecs.feedback import FeedbackConfig
+from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.policy import ROLES, ParamInfo, Policy, PolicyError, Tuning, policies, show
+
+DENSE = {"when": {}, "codec": {"kind": "dense"}}
+
+# Policies that come with the package
+
+# What a policy compresses, if not every matrix; and the policies that compress gathers as well.
+COMPRESSED = {"attn-only": {"attention"}, "dense": set()}
+MATRICES = {"attention", "mlp", "embedding", "head", "other"}
+GATHERS = {"hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto", "attn-only"}
+
+
+@pytest.mark.parametrize("name", policies())
+def test_shipped_policies(name: str, tmp_path: Path) -> None:
+    """What they compress; they are shown as they are."""
+    assert list(policies()) == sorted(policies())
+    assert policies()[name].endswith(".")
+    policy = Policy.load(name)
+    compressed, gathered = set(), set()
+    for role in ROLES:
+        info = ParamInfo(name="w", shape=BIG, role=role, layer=0)
+        index = policy.match(info)
+        if index is not None:
+            codec = policy.gradients[index].codec
+            if codec.kind != "dense":
+                compressed.add(role)
+            elif name == "attn-only":
+                assert codec.model_dump()["wire"] == "bfloat16"
+        if any(rule.when.miss(info) is None for rule in policy.parameters):
+            gathered.add(role)
+    assert compressed == COMPRESSED.get(name, MATRICES)
+    assert gathered == (compressed if name in GATHERS else set())
+    assert Policy.load(write(tmp_path, shown=show(name))) == policy
+    assert "# When to use" in show(name)
+
+
+# Sources
+
+
+def test_load_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "p.yaml"
+    policy = load_text(BASE, tmp_path)
+    assert policy.name == str(file)
+    assert policy.about == "a test"
+    assert Policy.load(str(file)) == policy
+    assert Policy.load(policy) is policy
+    monkeypatch.chdir(tmp_path)
+    assert Policy.load("p.yaml").name == "p.yaml"
+    (tmp_path / "attn-only").write_text(BASE)
+    assert Policy.load("./attn-only") == policy
+    assert Policy.load("attn-only").name == "attn-only"
+    data = {"schema": 1, "gradients": [DENSE]}
+    assert Policy.load(data).name == "<dict>"
+    assert Policy.load(data) == Policy.load("dense")
+
+
+def test_the_environment_names_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAGC_POLICY", raising=False)
+    assert Policy.load().name == "auto"
+    monkeypatch.setenv("TAGC_POLICY", "")
+    assert Policy.load(None).name == "auto"
+    monkeypatch.setenv("TAGC_POLICY", str(write(tmp_path, mine=OWN)))
+    assert Policy.load(None).name == str(tmp_path / "mine.yaml")
+    assert Policy.load("dense").name == "dense"
+    monkeypatch.setenv("TAGC_POLICY", "hybird")
+    with pytest.raises(PolicyError, match="TAGC_POLICY=hybird: no built-in policy 'hybird'; did"):
+        Policy.load(None)
+
+
+def test_the_content_of_a_file(tmp_path: Path) -> None:
+    first, second = load_text(BASE, tmp_path).gradients
+    assert first.when.role == ("attention",)
+    assert first.codec.model_dump() == {
+        "kind": "sketch",
+        "density": 0.2,
+        "symbol": "int8x4",
+        "support": "own",
+        "warmup_steps": 0,
+    }
+    assert first.feedback == FeedbackConfig(kind="residual", dtype="bfloat16")
+    assert second.codec == DenseConfig()
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"),
+    [
+        ({"kind": "dense"}, "none"),
+        ({"kind": "dense", "wire": "bfloat16"}, "none"),
+        ({"kind": "sketch", "density": 0.1}, "residual"),
+        ({"kind": "quantized"}, "average"),
+        ({"kind": "auto"}, "average"),
+    ],
+)
+def test_feedback_that_fits_is_the_default(codec: dict[str, Any], kind: str) -> None:
+    policy = Policy.load({"schema": 1, "gradients": [{"when": {}, "codec": codec}]})
+    assert policy.gradients[0].feedback.kind == kind
+
+
+OR = (
+    " of your uncompressed run; or keep both, with compressor.keep_rates(optimizer) and "
+    "compressor.clip_grad_norm_"
+)
+
+
+@pytest.mark.parametrize(
+    ("factors", "advice"),
+    [
+        ({}, "keep the learning rate of your uncompressed run"),
+        (
+            {"norm_factor": 1},
+            "keep the learning rate and clipping threshold of your uncompressed run",
+        ),
+        ({"rate_factor": 1.5}, f"use 1.5 times the learning rate{OR}"),
+        (
+            {"rate_factor": 2, "norm_factor": 7},
+            f"use 2 times the learning rate, and 7 times the clipping threshold{OR}",
+        ),
+    ],
+)
+def test_factors_between_settings(factors: dict[str, float], advice: str) -> None:
+    assert Tuning(**factors).advice == advice
+    policy = Policy.load({"schema": 1, "tuning": factors, "gradients": [DENSE]})
+    assert policy.tuning == Tuning(**factors)
+    assert policy == Policy.load("dense")
+
+
+# Hashes
+
+
+def with_roles(roles: dict[str, Any]) -> Policy:
+    return Policy.load({"schema": 1, "extends": "attn-only", "roles": roles})
+
+
+def with_sites(**sites: Any) -> Policy:
+    return Policy.load({"schema": 1, "gradients": [DENSE], "sites": sites})
+
+
+SAME = [
+    (with_roles({"mlp": ["b", "a"]}), with_roles({"mlp": ["a", "b", "b"]})),
+    (one_rule({"layers": "0 - 4"}), one_rule({"layers": [0, 4]})),
+    (one_rule({"role": ["mlp", "head"]}), one_rule({"role": ["head", "mlp"]})),
+    (one_rule({"name": ["a", "b"]}), one_rule({"name": ("b", "a")})),
+    (one_rule({}), one_rule({"role": None}, feedback={"dtype": "float32"})),
+    (with_sites(), with_sites(every=32, outer={"rate": 0.7})),
+]
+DIFFERENT = [
+    (with_roles({"mlp": "a"}), Policy.load("attn-only")),
+    (with_roles({"mlp": "a", "head": "b"}), with_roles({"head": "b", "mlp": "a"})),
+    (one_rule({}), one_rule({"layers": 3})),
+    (one_rule({}), one_rule({"min_numel": 0})),
+    (one_rule({}), one_rule({}, feedback={"dtype": "bfloat16"})),
+    (with_sites(), with_sites(together=9)),
+    (with_sites(), with_sites(outer={"momentum": 0.5})),
+    (Policy.load("dense"), Policy.load("dense").with_inside("int8")),
+    (Policy.load("hybrid"), Policy.load("hybrid-3d")),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_equal_meaning_gives_equal_hash(one: Policy, other: Policy) -> None:
+    assert one.hash == other.hash
+    assert one == other
+    assert len({one, other}) == 1
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_meaning_gives_another_hash(one: Policy, other: Policy) -> None:
+    assert one.hash != other.hash
+    assert one != other
+
+
+def test_what_is_hashed(tmp_path: Path) -> None:
+    policy = load_text(BASE, tmp_path)
+    assert re.fullmatch("[0-9a-f]{64}", policy.hash)
+    assert policy.hash == load_text(BASE.replace("a test", "another"), tmp_path).hash
+    assert policy.hash != policy.model_copy(update={"gradients": policy.gradients[::-1]}).hash
+    # Python's order of a set of strings differs from process to process.
+    assert one_rule({"role": ROLES[::-1]}).gradients[0].when.role == tuple(sorted(ROLES))
+
+
+# Policies that extend others
+
+OWN = """\
+schema: 1
+extends: hybrid
+gradients:
+  - when: {role: embedding}
+    codec: {kind: dense}
+"""
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files by their stem; the first one's path."""
+    for stem, text in files.items():
+        (folder / f"{stem}.yaml").write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def test_own_rules_come_first(tmp_path: Path) -> None:
+    policy, base = Policy.load(write(tmp_path, mine=OWN)), Policy.load("hybrid")
+    assert policy.gradients[1:] == base.gradients
+    assert policy.parameters == base.parameters
+    assert policy.about == base.about
+    assert policy.match(ParamInfo.of("embed_tokens.weight", BIG)) == 0
+    assert policy.match(ParamInfo.of("lm_head.weight", BIG)) == 1
+    assert [policy.inherits("gradients", i) for i in range(2)] == [False, True]
+    assert policy.origins("gradients") == (str(tmp_path / "mine.yaml"), "tagc/policies/hybrid.yaml")
+    # It is the same policy as one with all rules.
+    whole = base.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    rule = {"when": {"role": "embedding"}, "codec": {"kind": "dense"}}
+    assert policy == Policy.load({**whole, "gradients": [rule, *whole["gradients"]]})
+    assert policy == Policy.load({"schema": 1, "extends": "hybrid", "gradients": [rule]})
+    assert Policy.load({"schema": 1, "extends": "hybrid"}) == base
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "changed"),
+    [
+        ("sites", {"about": "x", "sites": {"outer": {"rate": 0.5}}}, {"sites.outer.rate": 0.5}),
+        (
+            "hybrid-3d",
+            {"dimensions": {"tp": {"codec": {"kind": "quantized", "bits": 4}}}},
+            {"dimensions.tp.codec.bits": 4},
+        ),
+        ("hybrid-3d", {"roles": {"head": "x.*"}}, {"roles.head": ["x.*"]}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_section_is_merged_key_by_key(
+    base: str, own: dict[str, Any], changed: dict[str, Any], tmp_path: Path
+) -> None:
+    """One key of a section changes one key, however deep, also if a third file extends that."""
+    expected = Policy.load(base).model_dump(mode="json", by_alias=True)
+    expected["about"] = own.get("about", expected["about"])
+    for path, value in changed.items():
+        *outer, key = path.split(".")
+        section = expected
+        for part in outer:
+            section = section[part]
+        section[key] = value
+    path = write(tmp_path, mine=json.dumps({"schema": 1, "extends": base} | own))
+    last = write(tmp_path, last="schema: 1\nextends: mine.yaml\n")
+    for policy in (Policy.load(path), Policy.load(last)):
+        assert policy.model_dump(mode="json", by_alias=True) == expected
+    assert Policy.load(write(tmp_path, shown=show(path))) == Policy.load(path)
+
+
+def test_own_roles_come_first(tmp_path: Path) -> None:
+    first = "schema: 1\nextends: ./second.yaml\nroles: {mlp: a.*, head: b.*}\n"
+    second = "schema: 1\nextends: dense\nroles: {head: c.*, norm: [a.*, d.*]}\n"
+    policy = Policy.load(write(tmp_path, first=first, second=second))
+    expected = [("mlp", ("a.*",)), ("head", ("b.*",)), ("norm", ("a.*", "d.*"))]
+    assert list(policy.roles.items()) == expected
+
+
+def test_paths_begin_at_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "teams" / "one").mkdir(parents=True)
+    write(tmp_path / "teams" / "one", base=OWN)
+    mine = write(tmp_path / "teams", mine="schema: 1\nextends: one/base.yaml\n")
+    for folder in (tmp_path, mine.parent):
+        monkeypatch.chdir(folder)
+        assert Policy.load(mine) == Policy.load(tmp_path / "teams" / "one" / "base.yaml")
+
+
+MINE = "schema: 1\nextends: %s\n"
+
+
+@pytest.mark.parametrize(
+    ("extends", "other", "message"),
+    [
+        ("hybird", "", "mine.yaml:2:1: extends: no built-in policy 'hybird'; did you mean 'hybrid"),
+        ("./b.yaml", "", "mine.yaml:2:1: extends: b.yaml: cannot be read: No such file"),
+        (
+            "b.yaml",
+            "schema: 2\n",
+            "mine.yaml:2:1: extends: 'b.yaml' is not a valid policy:\n"
+            "b.yaml:1:1: schema: must be 1, the only schema so far, not 2\n"
+            "b.yaml:1:1: gradients: the key is missing",
+        ),
+        (
+            "b.yaml",
+            MINE % "mine.yaml",
+            "b.yaml:2:1: extends: policies extend each other: mine.yaml → b.yaml → mine.yaml",
+        ),
+        ("../b.yaml", "", "mine.yaml:2:1: extends: '../b.yaml' is not in the folder of this file"),
+    ],
+)
+def test_the_other_policy_is_wrong(extends: str, other: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, mine=MINE % extends, **({"b": other} if other else {}))
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    assert str(caught.value).replace(f"{path.parent}/", "").startswith(message)
+
+
+def test_only_own_rules_have_to_match(tmp_path: Path) -> None:
+    """Those of the other policy may be left without parameters by those that come before."""
+    param = UnitParam(name="lm_head.weight", shape=BIG, columns=BIG[0] * BIG[1] // 2)
+    unit = UnitInfo(name="", params=(param,), world_size=2, dtype=torch.float32)
+    own = "schema: 1\nextends: attn-only\ngradients:\n"
+    for role, count in (("head", 0), ("[router]", 1)):
+        rules = f"  - {{when: {{role: {role}}}, codec: {{kind: quantized}}}}\n"
+        rules += "  - {when: {}, codec: {kind: quantized}}\n"
+        plan = build_plan([unit], Policy.load(write(tmp_path, mine=own + rules)))
+        assert sum("matches no parameter" in w for w in plan.warnings) == count
+
+
+def test_what_extends_is_shown_as_one(tmp_path: Path) -> None:
+    mine = OWN.replace(
+        "when: {role", 'when: {name: ["*.a", "1e-3", "ä", "true"], layers: 2-5, role'
+    )
+    mine += "roles: {head: x.*}\nabout: 'null'\n"
+    mine += "replicas:\n  - {when: {}, codec: {kind: sketch, density: 1e-7}}\n"
+    path = write(tmp_path, mine=mine)
+    text = show(path)
+    assert Policy.load(write(tmp_path, shown=text)) == Policy.load(path)
+    assert Policy.load(write(tmp_path, shown=text)).about == "null"
+    assert "\nextends:" not in text
+    assert text.index(f"# {path}\n  - when:") < text.index("# tagc/policies/hybrid.yaml\n  - when:")
