@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -155,23 +154,6 @@ def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int
     for run in resumed:
         equal(local_weights(run.model), local_weights(first.model))
         assert run.optimizer.seen == first.optimizer.seen[5:]
-
-
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_through_torchs_checkpoints_the_remedy_is_said(rank: int, world_size: int) -> None:
-    run = Run(BIT)
-    run.compressor.keep_rates(run.optimizer)
-    run.train(rank, range(1))
-    with shared_folder() as folder:
-        dcp.save({"tagc": run.compressor}, checkpoint_id=folder)
-        late = Run(BIT)
-        with pytest.raises(Exception, match=r"left out the noise .*keep_rates\(optimizer\)"):
-            dcp.load({"tagc": late.compressor}, checkpoint_id=folder)
-        with pytest.warns(UserWarning, match=ASKS):
-            late.compressor.load(folder)
-        late.compressor.keep_rates(late.optimizer)
-        dcp.load({"tagc": late.compressor}, checkpoint_id=folder)
 
 
 @on_ranks(2)

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
@@ -19,7 +18,6 @@ from support.distributed import on_ranks
 from support.failing import fails
 from support.launching import sketch_of
 from support.marks import covering, slow
-from support.mlp_net import MLP_ONLY, Net, backward, sharded
 from support.units import normal, reduce, unit_plan, unit_reducer
 
 
@@ -78,54 +76,6 @@ def test_parameters_that_the_plan_does_not_know(
     assert "plan does not know them" in said
 
 
-@on_ranks(2)
-def test_the_remedy_for_parameters_unfrozen_later(rank: int, world_size: int) -> None:
-    model = sharded()
-    model.layers[1].down_proj.weight.requires_grad_(False)
-    tagc.wrap(model, MLP_ONLY)
-    model.layers[1].down_proj.weight.requires_grad_(True)
-    kind, said = fails(lambda: backward(model))
-    assert kind == "RuntimeError", said
-    assert "layers.1.down_proj.weight got requires_grad" in said
-    tagc.compressor(model).remove()
-    tagc.wrap(model, MLP_ONLY)
-    backward(model)
-
-
-@on_ranks(2)
-def test_units_left_dense_may_have_unused_parameters(rank: int, world_size: int) -> None:
-    """FSDP itself reduces what gradients there are, and so must a unit with nothing compressed."""
-    model: Any = Net()
-    for layer in model.layers:
-        fully_shard(layer)
-    model.extra = nn.LayerNorm(9)
-    model.register_forward_hook(lambda module, args, out: module.extra(out))
-    backward(tagc.wrap(fully_shard(model), MLP_ONLY))
-    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
-    assert grads["extra.weight"].to_local().any()
-    assert grads["unused.weight"] is None
-
-
-@on_ranks(2)
-def test_unsupported_reduction(rank: int, world_size: int) -> None:
-    model = sharded()
-    tagc.wrap(model, MLP_ONLY)
-    for module in (*model.layers, model):
-        module.set_gradient_divide_factor(3.0)
-    kind, said = fails(lambda: backward(model))
-    assert kind == "RuntimeError"
-    assert "unit 'layers.1'" in said
-    assert "is reduced with PREMUL_SUM, but only SUM and AVG can be compressed" in said
-    assert "set_force_sum_reduction_for_comms(True)" in said
-
-    remedied = tagc.wrap(sharded(), MLP_ONLY)
-    for module in remedied.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(True)
-    backward(remedied)
-
-
 @on_ranks(2, slow(3))
 @pytest.mark.parametrize(
     ("bad", "first", "ops"),
@@ -152,16 +102,3 @@ def test_non_finite_gradients(rank: int, world_size: int, bad: float, first: int
             assert all(r.isfinite().all() for r in reducer.residuals.values())
             assert sketch_of(reducer).threshold.isfinite().all()
         reducer = unit_reducer(plan, ops)
-
-
-@on_ranks(2)
-def test_overflowing_loss_reaches_every_owner(rank: int, world_size: int) -> None:
-    model = tagc.wrap(sharded(), MLP_ONLY)
-    for step in range(4):
-        model.zero_grad()
-        backward(model, float("inf") if step == 1 and rank == 0 else 1.0)
-        grads = [p.grad.to_local() for p in model.layers.parameters()]
-        assert all(grad.isfinite().all() for grad in grads) == (step != 1)
-        if step == 1:
-            assert not any(g.isfinite().all() for g in grads if g.numel())
-    assert tagc.compressor(model).metrics().residual_norm < float("inf")

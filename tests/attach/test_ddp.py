@@ -102,15 +102,6 @@ def test_nothing_compressed_is_ddps_own(rank: int, world_size: int) -> None:
     assert tagc.compressor(warm).metrics().wire_bytes > 0
 
 
-@on_ranks(2)
-def test_switched_off(rank: int, world_size: int) -> None:
-    native = train(DistributedDataParallel(net()), rank, range(3))
-    with patch.dict("os.environ", TAGC_DISABLE="1"):
-        model = wrapped()
-    assert not hasattr(model, "_tagc_hook")
-    equal(train(model, rank, range(3))[-1], native[-1])
-
-
 class Sometimes(nn.Module):
     """Uses its second layer if asked."""
 
@@ -208,21 +199,6 @@ def test_a_rank_that_stopped_is_said_once(
         assert said.count("failed on rank 0 of 2") == 1, said
         assert said.count("another rank failed or stopped") == 1, said
     dist.barrier()
-
-
-@on_ranks(2)
-def test_rates_that_are_kept(rank: int, world_size: int) -> None:
-    model = wrapped()
-    compressor = tagc.compressor(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    kept = compressor.keep_rates(optimizer)
-    for step in range(3):
-        loss_of(model, rank, step).backward()
-        compressor.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert compressor.metrics().noise_factor > 1
-    assert gathered(torch.tensor(kept.factors)).unique(dim=0).shape[0] == 1
 
 
 @on_ranks(2)

@@ -4,11 +4,7 @@ gloo, for which nobody may wait with Python's lock."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -173,42 +169,3 @@ def test_threads_of_gloo_that_free_tensors(rank: int, world_size: int) -> None:
         del work, out, given
         dist.broadcast(torch.ones(2), group=group, group_src=0)
     dist.barrier(group=group)
-
-
-def be_killed(kind: str) -> None:
-    """One of three ranks, of which one is killed while the others wait for it."""
-    dist.init_process_group("gloo")
-    rank, group = dist.get_rank(), impatient(30.0)
-    with tagc.activations():
-        collective(kind, group)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        print(rank, *fails(lambda: collective(kind, group)), flush=True)
-    os._exit(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all-reduce", "all-to-all"])
-def test_a_rank_that_is_killed(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-c", f"import {__name__} as t; t.be_killed({kind!r})"]
-    common = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    port = str(29000 + os.getpid() % 1000)
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=common | {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": port},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, -signal.SIGKILL, 0], said
-    for rank in (0, 2):
-        assert re.search(rf"^{rank} RuntimeError {names(kind)}", said[rank], re.MULTILINE), said

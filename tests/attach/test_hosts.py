@@ -138,27 +138,6 @@ def test_parameters_come_by_way_of_neighbours(rank: int, world_size: int, keep: 
 
 
 @on_ranks(4)
-def test_micro_batches_stay_inside(rank: int, world_size: int) -> None:
-    """Three of them cost other hosts as much as one, and give the same gradient as three that
-    cross, but for what is owed (see the parity matrix): here with nothing compressed."""
-    policy = {"schema": 1, "gradients": [{"when": {}, "codec": {"kind": "dense"}}]}
-    with gradients_on_grid():
-        one, other = wrapped(policy, hosts=2), wrapped(policy, hosts=2)
-    for micro in range(3):
-        one.set_requires_all_reduce(micro == 2)
-        for model in (one, other):
-            loss_of(model, rank, micro).backward()
-        if micro < 2:
-            assert not any(p.grad.to_local().any() for p in one.parameters())
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
-    crossing, always = tagc.compressor(one).metrics(), tagc.compressor(other).metrics()
-    assert 3 * crossing.wire_bytes == always.wire_bytes
-    assert crossing.inside_wire_bytes == always.inside_wire_bytes
-    assert (crossing.steps, always.steps) == (1, 3)
-
-
-@on_ranks(4)
 def test_a_unit_with_nothing_compressed_may_leave_parameters_unused(
     rank: int, world_size: int
 ) -> None:
@@ -229,17 +208,6 @@ def test_the_link_decides_on_hosts(rank: int, world_size: int, disabled: str) ->
     assert ("measured over 2 ranks, one per host" in said) == (disabled == "0")
     assert ("measured over 2 ranks of a host" in said) == (disabled == "0")
     run(model, rank, range(1))
-
-
-@on_ranks(4)
-def test_a_state_of_another_layout_needs_all_ranks(rank: int, world_size: int) -> None:
-    flat, on_hosts = wrapped(QUANTIZED, hosts=None), wrapped(QUANTIZED, hosts=2)
-    run(flat, rank, range(1))
-    state = tagc.compressor(flat).state_dict()
-    kind, said = fails(lambda: tagc.compressor(on_hosts).load_state_dict(state))
-    assert kind == "StateError"
-    assert "ranks lay on hosts in another way than now" in said, said
-    assert "call load(folder) on the same handle" in said
 
 
 @on_ranks(4)

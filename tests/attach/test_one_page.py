@@ -23,8 +23,6 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import equal
 from support.paths import EXAMPLES, ROOT
-from tagc.ops import reference
-from tagc.ops.blocks import BlockLayout
 
 HYBRID = yaml.safe_load((ROOT / "policies" / "hybrid.yaml").read_text())
 Step = tuple[dict[str, Tensor], dict[str, Tensor], int]
@@ -124,24 +122,6 @@ def test_the_page_has_the_numbers_of_the_policy() -> None:
         "block": simple.BLOCK,
         "keep_for_backward": True,
     }
-
-
-@pytest.mark.parametrize("bits", [simple.GRADIENT_BITS, simple.PARAMETER_BITS])
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 1000])
-def test_messages(bits: int, n: int) -> None:
-    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
-    x[1, 0], x[2, n // 2] = torch.inf, torch.nan
-    x[0, :256] *= 2.0**-130  # too small for a scale
-    layout = BlockLayout(numel=n, bits=bits, block=simple.BLOCK)
-    message = torch.empty(3, layout.words, dtype=torch.int32)
-    reference.quantize(x, None, message, layout=layout, average=0.0)
-    found = simple.pack(*simple.quantize(x, bits), bits)
-    assert torch.equal(found, message)
-    scales, codes = simple.unpack(found, n, bits)
-    values = (codes * scales).flatten(1)[:, :n]
-    expected = torch.empty(3, n)
-    reference.dequantize(message[:, None], expected, layout=layout, divisor=1)
-    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_page_stays_one_page() -> None:

@@ -19,7 +19,7 @@ from support.failing import fails
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, plan_of
 from tagc.codecs.workspace import Workspace
-from tagc.collect import Transport, UnitReducer, lockstep
+from tagc.collect import Transport, UnitReducer
 from tagc.ops import get_ops
 from tagc.policy import Policy
 
@@ -171,15 +171,6 @@ def test_a_sketch_that_a_part_left_out_begins_together(rank: int, world_size: in
     shard, buffer = torch.empty(plan.columns), torch.randn(2 * plan.columns)
     kind, said = fails(lambda: unit.reduce(shard, buffer, group, dist.ReduceOp.SUM))
     assert kind == "DesyncError", said
-
-
-def test_long_names_are_cut_at_the_front() -> None:
-    label = "model." + "deep." * 20 + "éµblock"
-    made = lockstep.Lockstep("replicas", label, torch.device("cpu"))
-    header = torch.cat((torch.tensor([3, 70, 0]), made._name))
-    told = lockstep._told(header)
-    assert told.startswith("the average over replicas of unit '...")
-    assert told.endswith("deep.éµblock' (step 3, 70 words)")
 
 
 @on_ranks(4)

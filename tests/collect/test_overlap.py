@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
@@ -256,72 +255,6 @@ def test_a_block_is_gathered_before_the_reduction_that_it_need_not_wait_for():
             "parameters first.2", "gradients first.2", "gradients first",
         ]  # fmt: skip
         assert notes.calls == notes.calls[: len(of_a_step)] * 3
-
-
-class Streams:
-    """A device's streams, which note what they wait for."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self.notes, self._current = notes, Stream("compute", notes)
-
-    def current_stream(self) -> Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        outer, self._current = self._current, stream
-        yield
-        self._current = outer
-
-
-class Stream:
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self._notes = name, notes
-
-    def wait_stream(self, other: Stream) -> None:
-        self._notes.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        return f"an event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self._notes.append(f"{self.name} waits for {event}")
-
-
-@on_ranks(2)
-def test_an_unshard_in_advance_runs_beside_the_computation(rank: int, world_size: int) -> None:
-    """`unshard(async_op=True)` gathers on FSDP's stream, and what it returns joins it."""
-    model = sharded()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        tagc.wrap(model, policy(parameters=QUANTIZED | {"bits": 8}))
-    (group,) = model.second._get_fsdp_state()._fsdp_param_groups
-    gather, streams = group._all_gather_comm, Streams([])
-    fsdps = Stream("all-gather", streams.notes)
-    param_group = SimpleNamespace(
-        comm_ctx=SimpleNamespace(device_handle=streams, all_gather_stream=fsdps),
-        _training_state=SimpleNamespace(name="IDLE"),
-    )
-
-    def gathered(*args: Any) -> None:
-        streams.notes.append(f"gathers on {streams.current_stream().name}")
-
-    with (
-        patch.object(gather, "_param_group", param_group),
-        patch.object(gather, "_gather", gathered),
-    ):
-        out = torch.empty(2, 1)
-        assert gather(out, out[0], dist.group.WORLD) is None
-        work = gather(out, out[0], dist.group.WORLD, async_op=True)
-        streams.notes.append("computes")
-        work.wait()
-    assert isinstance(work, dist.Work)
-    assert streams.notes == [
-        "gathers on compute",
-        "all-gather waits for compute", "gathers on all-gather",
-        "computes",
-        "compute waits for an event of all-gather",
-    ]  # fmt: skip
 
 
 @on_ranks(2)

@@ -147,13 +147,3 @@ def test_on_hosts_they_are_told(rank: int, world_size: int) -> None:
             pytest.raises(DesyncError, match="some of its parameters only"),
         ):
             reduce_part(reducer, buffer, {A} if differs else {C})
-
-
-@on_ranks(2)
-def test_parameters_that_are_not_in_the_plan_are_named(rank: int, world_size: int) -> None:
-    reducer = unit_reducer(codec_plan(2, ALL[0]))
-    group = dist.group.WORLD
-    assert group is not None
-    out, inp = torch.zeros(7), torch.zeros(14)
-    with pytest.raises(RuntimeError, match=r"e\.weight among them: requires_grad"):
-        reducer.reduce(out, inp, group, AVG, reached={"e.weight"})

@@ -25,7 +25,6 @@ from support.paths import ROOT
 from support.small_net import loss_of
 from support.states import POLICIES, wrapped
 from tagc.codecs.workspace import Workspace
-from tagc.collect import NoiseGauge
 from tagc.collect.replay import Replay
 
 SHIPPED = sorted(file.stem for file in (ROOT / "policies").glob("*.yaml"))
@@ -126,11 +125,3 @@ def test_across_replicas(rank: int, world_size: int) -> None:
     rule = {"when": {"name": "*.weight"}, "codec": codec, "feedback": feedback}
     model, _ = replicated_net.wrapped({"gradients": [rule], "replicas": [rule]})
     check(model, rank, loss_of)
-
-
-def test_a_tensor_that_is_replaced_is_seen() -> None:
-    gauge = NoiseGauge(torch.zeros(1, 2))
-    before = dict(tensors_of([gauge], set()))
-    assert list(before) == [".0.sums", ".0.agreed", ".0.agreed_at"]
-    gauge.agreed = gauge.agreed + 1
-    assert moved(before, dict(tensors_of([gauge], set()))) == [".0.agreed"]
