@@ -133,8 +133,8 @@ def test_dithered_changes_leave_all_ranks_with_the_same_copy(rank: int, world_si
             if in_backward:
                 continue
             own, known = rows[rank], before.get(id(unit))
-            for segment in unit.plan.segments if known is not None else ():
-                if segment.compressed:
+            for segment in unit.plan.segments:
+                if segment.compressed and known is not None:
                     span = slice(segment.start, segment.stop)
                     wanted = (inp[span] - known[span]).abs()
                     largest = torch.nn.functional.pad(wanted, (0, -len(wanted) % 32))

@@ -45,16 +45,17 @@ def test_the_arithmetic_of_these_tests_is_that_of_the_operators() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32)])
-def test_every_collective(
-    rank: int, world_size: int, dtype: torch.dtype, bits: int, block: int
-) -> None:
+def test_every_collective(rank: int, world_size: int, bits: int, block: int) -> None:
     """To the bit, by torch's functions and by its functional collectives, and all at once."""
-    W = world_size
-    how: Any = {"bits": bits, "block": block}
-    mesh: Any = mesh_of(W, **how)
+    mesh: Any = mesh_of(world_size, bits=bits, block=block)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_every_collective(rank, mesh, dtype, {"bits": bits, "block": block})
+
+
+def check_every_collective(rank: int, mesh: Any, dtype: torch.dtype, how: Any) -> None:
     group = mesh.get_group()
+    W = group.size()
     torch.manual_seed(5)
     # For each rank, a row for each rank.
     everything = torch.randn(W, W, N).to(dtype)
@@ -233,14 +234,14 @@ def test_refusals(rank: int, world_size: int) -> None:
             "rules for dimensions: tp, cp, pp, ep; the mesh has dp",
         ),
     ):
-        found, said = fails(make)
-        assert found == kind, said
-        assert part in said, said
+        found, text = fails(make)
+        assert found == kind, text
+        assert part in text, text
     mesh_of(2)
     mesh_of(2)
-    kind, said = fails(lambda: mesh_of(2, bits=4))
-    assert kind == "ValueError", said
-    assert "torch cannot tell such meshes apart" in said
+    kind, text = fails(lambda: mesh_of(2, bits=4))
+    assert kind == "ValueError", text
+    assert "torch cannot tell such meshes apart" in text
 
 
 @on_ranks(2)

@@ -1,8 +1,11 @@
-"""What a plan says about memory is what tensors take."""
+"""What a plan says about memory: what is stored and buffers are what tensors take, temporary
+tensors at least what torch's operations take."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,60 +18,63 @@ from torch.utils._pytree import tree_leaves
 import tagc
 from support.distributed import as_on_nccl, on_ranks
 from support.gathering import INT8
-from support.live_bytes import peak_of, stored_bytes
 from support.marks import slow
 from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import CopyGatherer, UnitReducer
-from tagc.plan import Direction, buffers_of
+from tagc.plan import Direction, UnitPlan, buffers_of
 from tagc.plan.memory import memory_of
 
-# One of each kind: what they share, others have on two ranks.
-ON_HOSTS = (
+EVERY = tuple(POLICIES)
+FEW = (
     "quantized average",
-    slow("matrix lead"),
-    "sketch",
-    slow("sketch shared"),
+    "matrix lead",
+    "sketch bfloat16",
+    "sketch shared",
     "parameters",
     "changes",
-    "inside",
-    slow("inside warming up"),
 )
-# Each codec, feedback and dtype of residuals is among the others'.
-RARE = {
-    "quantized residual",
-    "matrix average",
-    "sketch",
-    "warming up",
-    "changes in 2 bits",
-    "inside",
-    "inside warming up",
-}
 
 
-@pytest.mark.some(5)
-@on_ranks(2)
-@pytest.mark.parametrize("name", [slow(n) if n in RARE else n for n in POLICIES])
-def test_a_plan_knows_its_memory(rank: int, world_size: int, name: str) -> None:
-    check(rank, name, None)
-
-
-@pytest.mark.some(2)
-@on_ranks(4)
-@pytest.mark.parametrize("name", ON_HOSTS)
-def test_a_plan_knows_its_memory_on_hosts(rank: int, world_size: int, name: str) -> None:
-    check(rank, name, 2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("hosts", [None, 2])
-@pytest.mark.parametrize("name", ["sketch", slow("warming up")])
-def test_a_plan_knows_its_memory_on_nccl(
-    rank: int, world_size: int, name: str, hosts: int | None
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "gloo", "names"),
+    [
+        (2, None, True, FEW),
+        (4, 2, True, ("quantized average", "changes", "inside")),
+        # Without the buffers in which gloo's sums arrive.
+        (4, 2, False, ("sketch",)),
+        slow(4, None, False, ("sketch", "warming up")),
+        slow(2, None, True, EVERY),
+        slow(4, 2, True, ("matrix lead", "sketch", "parameters", "inside warming up")),
+    ],
+)
+def test_a_plan_knows_its_memory(
+    rank: int, world_size: int, hosts: int | None, gloo: bool, names: tuple[str, ...]
 ) -> None:
-    """Without the buffers in which gloo's sums arrive."""
-    with as_on_nccl():
-        check(rank, name, hosts, gloo=False)
+    """Stored to the byte, buffers by name."""
+    with nullcontext() if gloo else as_on_nccl():
+        for name in names:
+            model = wrapped(POLICIES[name], hosts=hosts)
+            compressor = tagc.compressor(model)
+            plan = compressor.plan()
+            run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
+            assert plan.memory.stored == stored_bytes(model), name
+            assert plan.memory.note in str(plan)
+            found = compressor.reducers[0].store.workspace._buffers
+            sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
+            expected = largest(plan.all_units, gloo)
+            assert sizes == expected, (name, sizes.items() ^ expected.items())
+            assert plan.memory.buffers == sum(t.nbytes for t in found.values()), name
+
+
+def largest(units: Iterable[UnitPlan], gloo: bool) -> dict[tuple[str, torch.dtype], int]:
+    """Elements of every buffer that the units share."""
+    expected: dict[tuple[str, torch.dtype], int] = {}
+    for unit in units:
+        for buffer, dtype, numel in buffers_of(unit, gloo=gloo):
+            expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
+    return expected
 
 
 @on_ranks(3)
@@ -84,31 +90,10 @@ def test_buffers_of_segments_of_several_sizes(
     reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
     found = reducer.store.workspace._buffers
     sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
-    expected: dict[tuple[str, torch.dtype], int] = {}
-    for buffer, dtype, numel in buffers_of(plan, gloo=True):
-        expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
-    assert sizes == expected
+    assert sizes == largest([plan], gloo=True)
     generation = reducer.store.workspace.generation
     reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
     assert reducer.store.workspace.generation == generation
-
-
-def check(rank: int, name: str, hosts: int | None, *, gloo: bool = True) -> None:
-    """Stored to the byte, buffers by name."""
-    model = wrapped(POLICIES[name], hosts=hosts)
-    compressor = tagc.compressor(model)
-    plan = compressor.plan()
-    run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
-    assert plan.memory.stored == stored_bytes(model)
-    assert plan.memory.note in str(plan)
-    found = compressor.reducers[0].store.workspace._buffers
-    sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
-    expected: dict[tuple[str, torch.dtype], int] = {}
-    for unit in plan.all_units:
-        for buffer, dtype, numel in buffers_of(unit, gloo=gloo):
-            expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
-    assert sizes == expected, sizes.items() ^ expected.items()
-    assert plan.memory.buffers == sum(t.nbytes for t in found.values())
 
 
 RESIDUAL = {"kind": "residual"}
@@ -148,12 +133,12 @@ def test_a_reduction_takes_no_more(
         taken = peak_of(lambda buffer=buffer: reduce(reducer, buffer))
     # What the test's own function makes: a copy of the buffer, and the shard.
     taken -= (world_size + 1) * plan.columns * dtype.itemsize
-    said = memory_of([plan], gloo=True).moment
-    assert taken <= said + SLACK, (taken, said)
+    planned = memory_of([plan], gloo=True).moment
+    assert taken <= planned + SLACK, (taken, planned)
     # The compiled kernels' own scratch is not torch's.
     messages = plan.messages
     unseen = max(s.codec.scratch_bytes(messages.made, messages.read) for s in plan.segments)
-    assert said - unseen <= 2.2 * taken + SLACK, (taken, said)
+    assert planned - unseen <= 2.2 * taken + SLACK, (taken, planned)
 
 
 @on_ranks(4)
@@ -177,8 +162,8 @@ def test_the_peak_is_within_a_tenth(rank: int, world_size: int, policy: str) -> 
     compressor = tagc.compressor(model)
     buffers = compressor.reducers[0].store.workspace._buffers.values()
     measured = stored_bytes(model) + sum(t.nbytes for t in buffers) + max(taken)
-    said = compressor.plan().memory.peak
-    assert 0.9 < said / measured < 1.1
+    planned = compressor.plan().memory.peak
+    assert 0.9 < planned / measured < 1.1
 
 
 WIDTH = 256
