@@ -37,14 +37,6 @@ def test_validate_good(tmp_path, capsys):
     assert err == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["validate"], ["polices"]])
-def test_usage_errors(argv, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(argv)
-    assert exit_.value.code == 2
-    assert "usage: tagc" in capsys.readouterr().err
-
-
 def test_bench_runs_the_quick_form(tmp_path, monkeypatch):
     ran = []
     suites = importlib.import_module("tagc.benchmarks.suites")
@@ -106,13 +98,6 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     for said in ("examples:", "(default: hybrid)", "--bandwidth"):
         assert said in done.stdout
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"tagc {tagc.__version__}\n"
 
 
 def test_every_command_has_examples_that_parse(capsys):

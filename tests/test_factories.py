@@ -41,9 +41,3 @@ def test_every_factory_call_names_a_dtype_and_a_device() -> None:
         for file in FILES
     }
     assert not {file: lines for file, lines in found.items() if any(lines)}
-
-
-def test_a_call_without_one_is_seen() -> None:
-    source = "x = torch.zeros(3)\ny = torch.zeros(3, dtype=torch.int32)"
-    assert without("dtype", DTYPED, source) == [1]
-    assert without("device", PLACED, source) == [1, 2]

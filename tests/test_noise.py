@@ -26,7 +26,6 @@ from tagc.handle.noise import (
     MeasuredUnit,
     NoiseFactors,
     divides_by_second_moment,
-    exchange_is_due,
 )
 
 BIT: dict[str, Any] = {
@@ -251,15 +250,6 @@ def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> No
         reducer.gauge.agreed[:] = torch.tensor((square, 1.0), dtype=torch.float64)
     a, b, c, d = (noise.by_parameter()[id(param)] for param in params)
     assert (a, b, c, d) == (6, 1, 6, 1)
-
-
-def test_exchanges_get_rare() -> None:
-    at, due = 0, []
-    for step in range(1, 70):
-        if exchange_is_due(step, at):
-            due.append(step)
-            at = step
-    assert due == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
 @on_ranks(4)

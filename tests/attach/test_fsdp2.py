@@ -4,14 +4,12 @@ sums with native FSDP2 in `tests/parity`."""
 from __future__ import annotations
 
 import math
-import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +17,7 @@ import tagc
 from parity.fsdp2_options import in_two_meshes
 from parity.meshes import two_by_two
 from parity.model import loss_of
-from parity.option import compile_blocks, wrap_blocks
+from parity.option import wrap_blocks
 from support import small_net
 from support.block_net import net, sharded, wrap
 from support.counting import counted_bytes
@@ -29,8 +27,7 @@ from support.failing import fails
 from support.gathering import INT8, gathering
 from support.launching import sketch_of
 from support.marks import slow
-from support.own_gather import gather_themselves
-from support.small_net import EVERYTHING, local, local_grads, local_weights
+from support.small_net import EVERYTHING, local_weights
 from support.units import gathered, policy
 from tagc.attach.fsdp2 import param_dtype, param_groups_of, reduce_dtype
 from tagc.attach.fsdp2_collectives import _params_of
@@ -160,16 +157,6 @@ EXACT_SKETCH = {
 }
 
 
-def steps(model: Any, rank: int, count: int = 3) -> dict[str, Tensor]:
-    """Weights after some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(count):
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return local_weights(model)
-
-
 @on_ranks(2)
 def test_wrappers_do_not_show_in_names(rank: int, world_size: int) -> None:
     """A policy is about the model, whoever recomputes or compiles parts of it."""
@@ -184,23 +171,6 @@ def test_wrappers_do_not_show_in_names(rank: int, world_size: int) -> None:
     assert "blocks.1.down.weight" in rows[1]
     units = tagc.compressor(wrapped).plan().units
     assert [unit.info.name for unit in units] == ["", "blocks.0", "blocks.1"]
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=220)
-def test_blocks_compiled_by_inductor(rank: int, world_size: int) -> None:
-    warnings.simplefilter("ignore")  # importing inductor has much to say
-
-    def compiled() -> Any:
-        model = net()
-        compile_blocks(model, "inductor")
-        return sharded(model)
-
-    native = steps(compiled(), rank)
-    torch.testing.assert_close(steps(wrap(compiled(), "dense"), rank), native, **EXACT)
-    eager = steps(wrap(sharded(net()), EXACT_SKETCH), rank)
-    weights = steps(wrap(compiled(), EXACT_SKETCH), rank)
-    torch.testing.assert_close(weights, eager, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -259,18 +229,6 @@ def test_every_parameter_group_is_a_unit(rank: int, world_size: int) -> None:
     assert all(unit.compressed for unit in (*plan.units, *plan.parameters))
     loss_of(model, rank, 0).backward()
     assert all(part.wire_bytes for part in (*compressor.reducers, *compressor.gatherers))
-    # A state taken here continues elsewhere to the bit.
-    state, weights = compressor.state_dict(), local_weights(model)
-    other = net()
-    in_two_meshes(other)
-    wrap(other, rules)
-    for name, p in other.named_parameters():
-        local(p).detach().copy_(weights[name])
-    tagc.compressor(other).load_state_dict(state)
-    for each in (model, other):
-        each.zero_grad()
-        loss_of(each, rank, 1).backward()
-    torch.testing.assert_close(local_grads(other), local_grads(model), **EXACT)
     compressor.remove()
     assert native == [group_comms(group) for m in model.modules() for group in param_groups_of(m)]
 
@@ -287,25 +245,6 @@ def test_replicas_that_shard_a_unit(rank: int, world_size: int) -> None:
     kind, text = fails(lambda: wrap(model, replicas=two_by_two()["replicate"]))
     assert kind == "ValueError"
     assert "is sharded over ranks that replicas=... says are replicas of each other" in text
-
-
-@on_ranks(2)
-def test_parameters_with_an_all_gather_of_their_own_keep_it(rank: int, world_size: int) -> None:
-    """Others are compressed, and the plan says why these are not."""
-    model = net()
-    gather_themselves(model.blocks[:1])
-    sharded(model)
-    wrap(model, gathering(INT8, "*.weight"))
-    compressor = tagc.compressor(model)
-    by_name = {unit.info.name: unit for unit in compressor.plan().parameters}
-    assert not by_name["blocks.0"].compressed
-    assert by_name["blocks.1"].compressed
-    text = str(compressor.plan())
-    assert "parameters of blocks.0: as FSDP sends them, since parameters of type InBfloat16" in text
-    loss_of(model, rank, 0).backward()
-    sent = [gatherer.wire_bytes for gatherer in compressor.gatherers]
-    assert all(sent)
-    assert 0 < compressor.metrics().parameter_error < 0.01
 
 
 def test_dtypes_where_each_parameter_has_a_policy() -> None:

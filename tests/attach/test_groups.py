@@ -129,27 +129,6 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
         assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.015
 
 
-@on_ranks(2, 3)
-def test_uneven_all_to_all(rank: int, world_size: int) -> None:
-    """As experts' tokens: other sizes for every pair, some small, some none."""
-    group = mesh_of(world_size, names=("ep",)).get_group()
-    torch.manual_seed(5)
-    tokens = [[0, 100, 7], [64, 0, 33], [1, 40, 90]]
-    sizes = [row[:world_size] for row in tokens[:world_size]]
-    sent = [[torch.randn(n, 96) for n in row] for row in sizes]
-    wanted = [t if t.numel() < SMALL_MESSAGE else coded(t) for t in (r[rank] for r in sent)]
-    receives = [row[rank] for row in sizes]
-    out, listed = torch.empty(sum(receives), 96), [torch.empty(n, 96) for n in receives]
-    with tagc.activations():
-        dist.all_to_all_single(out, torch.cat(sent[rank]), receives, sizes[rank], group=group)
-        dist.all_to_all(listed, sent[rank], group=group)
-        again = functional.all_to_all_single(
-            torch.cat(sent[rank]), receives, sizes[rank], group
-        ).clone()
-    for got in (out, torch.cat(listed), again):
-        assert torch.equal(got, torch.cat(wanted))
-
-
 @on_ranks(2)
 def test_what_travels_as_it_is(rank: int, world_size: int) -> None:
     """To the bit: integers, small tensors, maxima, wide floats, and everything that is no

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -128,23 +125,3 @@ def test_the_page_stays_one_page() -> None:
     text = (EXAMPLES / "simple.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
     assert not re.search(r"\b(import|from) tagc\b", text)
-
-
-@pytest.mark.slow
-def test_the_page_runs_by_itself() -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, EXAMPLES / "simple.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    losses = [float(loss) for loss in re.findall(r"\bloss ([0-9.]+)", done.stdout)]
-    assert losses[0] > 4
-    assert losses[-1] < 0.5
-    sent, dense = (
-        int(bytes_.replace(",", ""))
-        for bytes_ in re.findall(r"([0-9,]+)(?= bytes|$)", done.stdout.splitlines()[-1])
-    )
-    assert 5 < dense / sent < 5.3

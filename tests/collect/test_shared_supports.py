@@ -8,9 +8,6 @@ import torch
 from support.distributed import on_ranks
 from support.launching import launch, sketch_of
 from support.units import codec_plan, normal, reduce, unit_reducer
-from tagc.codecs.plan import PlanRequest
-from tagc.codecs.sketch.config import SketchConfig
-from tagc.codecs.sketch.plan import plan_sketch
 from tagc.codecs.sketch.support import Collect, Spread
 from tagc.ops.bitmap import to_bitmap
 
@@ -48,14 +45,3 @@ def test_every_group_of_a_support_has_a_cell() -> None:
         found = torch.empty(1, groups, dtype=torch.int32)
         launch(Spread(), cells[row : row + 1], places[row], found)
         assert torch.equal(found[0], table[row] * kept[row])
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 18])
-def test_cells_do_not_grow_with_the_ranks(ranks: int) -> None:
-    """4 bits of an element at 44%, and a bit for each group of 4: none is for hashes."""
-    config = SketchConfig(density=0.44, support="shared")
-    request = PlanRequest(columns=1 << 16, world_size=ranks, dtype=torch.float32)
-    plan = plan_sketch(config, request)
-    bits = 32 * (plan.cells + plan.words) / (1 << 16)
-    assert bits == pytest.approx(0.44 * 1.0625 * 8 + 1 / 4, rel=0.01)
-    assert bits < 4

@@ -102,16 +102,3 @@ def test_what_is_not_finite_is_seen_by_all_copies(rank: int, world_size: int, co
             expected[block : block + length] = expected[norm] = True
         torch.testing.assert_close(lost, expected)
         assert bool(owed(reducer).isfinite().all())
-
-
-@on_ranks(2)
-def test_the_warm_up_is_one_all_reduce(rank: int, world_size: int) -> None:
-    codec = CODECS["matrix"] | {"warmup_steps": 2}
-    plan = in_two_shots(matrix_plan(2, codec, direction="replicas"))
-    reducer = unit_reducer(plan)
-    for step in range(3):
-        buffers = on_grid(world_size, plan.columns, step)[:, 0]
-        out = reduce(reducer, buffers[rank], AVG)
-        assert torch.equal(out, buffers.mean(0)) == (step < 2)
-    dense, compressed = plan.dense_bytes(plan.columns), sum(map(plan.wire_bytes, plan.segments))
-    assert reducer.wire_bytes == 2 * dense + compressed

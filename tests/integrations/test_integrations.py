@@ -108,15 +108,6 @@ def test_the_callback_looks_where_the_user_says(
     assert calls[-1] == ("load", tmp_path / "given" / "tagc")
 
 
-def test_the_callback_goes_on_from_a_dense_checkpoint(
-    callback: Any, calls: Calls, tmp_path: Path
-) -> None:
-    state = SimpleNamespace(global_step=5, stateful_callbacks={})
-    Trainer(callback(), tmp_path, state=state).call("on_train_begin")
-    # It is there that nothing is found, and that a warning says so.
-    assert calls[-1] == ("load", tmp_path / "checkpoint-5" / "tagc")
-
-
 def trial(**said: Any) -> Any:
     """The state in a hyperparameter search."""
     about = {"global_step": 0, "trial_name": None, "trial_params": {"learning_rate": 0.1}}
@@ -312,11 +303,6 @@ def test_a_checkpoint_without_residuals_is_a_warning(
         assert not residuals.load_residuals(nn.Module(), lambda: tmp_path / "none")
     assert residuals.load_residuals(nn.Module(), lambda: tmp_path)
     assert handle.asked == [("refresh",), ("load", tmp_path)]
-
-
-def test_only_wrapped_models_have_any() -> None:
-    with pytest.raises(ValueError, match="not wrapped"):
-        residuals.save_residuals(nn.Module(), "there")
 
 
 @on_ranks(2)
