@@ -52,7 +52,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-ASKS = r"called compressor.keep_rates\(optimizer\), call it"
 
 
 class Seen(torch.optim.AdamW):
