@@ -52,8 +52,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-
-
 class Seen(torch.optim.AdamW):
     """Writes down what a step saw."""
 

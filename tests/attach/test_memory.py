@@ -19,6 +19,7 @@ import tagc
 from support.distributed import as_on_nccl, on_ranks
 from support.gathering import INT8
 from support.marks import slow
+from support.small_net import loss_of
 from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import CopyGatherer, UnitReducer
@@ -59,6 +60,8 @@ def test_a_plan_knows_its_memory(
             compressor = tagc.compressor(model)
             plan = compressor.plan()
             run(model, rank, range(2 + max(unit.warmup_steps for unit in plan.units)))
+            with torch.no_grad():  # whose messages are not kept for a backward
+                loss_of(model, rank, 9)
             assert plan.memory.stored == stored_bytes(model), name
             assert plan.memory.note in str(plan)
             found = compressor.reducers[0].store.workspace._buffers

@@ -108,10 +108,10 @@ def test_the_callback_looks_where_the_user_says(
     assert calls[-1] == ("load", tmp_path / "given" / "tagc")
 
 
-def trial(**said: Any) -> Any:
+def trial(**more: Any) -> Any:
     """The state in a hyperparameter search."""
     about = {"global_step": 0, "trial_name": None, "trial_params": {"learning_rate": 0.1}}
-    return SimpleNamespace(stateful_callbacks={}, **{**about, **said})
+    return SimpleNamespace(stateful_callbacks={}, **{**about, **more})
 
 
 def test_the_callback_follows_trials_of_a_search(
@@ -209,14 +209,14 @@ def test_the_callback_refuses_what_it_cannot_do(
     made = callback_class(monkeypatch)
     with pytest.raises(ValueError, match=r"nor put it into Distributed.*torchrun.*fsdp=True"):
         Trainer(made(), tmp_path).call("on_train_begin")
-    for args, said in (
+    for args, text in (
         (
             {"max_grad_norm": 1.0},
             r"clips gradients to 1\.0.*set TrainingArguments\(max_grad_norm=0",
         ),
         ({"fp16": True}, r"fp16=True scales.*bf16=True"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             Trainer(made(max_grad_norm=1.0), tmp_path, **args).call("on_train_begin")
     assert not calls
 
