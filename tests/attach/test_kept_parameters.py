@@ -159,7 +159,7 @@ def check_kept(rank: int, make: Any, backward: Any) -> None:
     torch.testing.assert_close(weights[1], weights[0], **EXACT)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_kept_parameters(rank: int, world_size: int) -> None:
     for make, backward in WAYS.values():
         check_kept(rank, make, backward)

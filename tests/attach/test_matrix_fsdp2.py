@@ -93,10 +93,9 @@ def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
 
 @pytest.mark.some(2)
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("ops", ["cpu", "reference"])
-def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int, ops: str) -> None:
+def test_shards_of_every_kind_conserve_the_sum(rank: int, world_size: int) -> None:
     """Of gradients handed out (less what the lead is ahead) and what is owed, over three steps."""
-    native, model = layers(), wrap(layers(), policy(ONE_OF_8, LEAD), ops=ops)
+    native, model = layers(), wrap(layers(), policy(ONE_OF_8, LEAD))
     assert shapes(model) == {
         # 3 + 24 scales are fewer than 3 * (6 + 4), but two matrices' are fewer than 2 + 24.
         "deep": [(3, 24)] if world_size == 2 else [(6, 4)] * 2,

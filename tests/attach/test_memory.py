@@ -37,7 +37,7 @@ FEW = (
 )
 
 
-@on_ranks()
+@on_ranks(timeout=200)
 @pytest.mark.parametrize(
     ("world_size", "hosts", "gloo", "names"),
     [
