@@ -100,27 +100,6 @@ def test_training(rank: int, world_size: int, reset_steps: int) -> None:
     assert all(residual.any() for residual in theirs[1].values())
 
 
-def test_the_page_has_the_numbers_of_the_policy() -> None:
-    (gradients,), (parameters,) = HYBRID["gradients"], HYBRID["parameters"]
-    assert gradients["codec"] == {
-        "kind": "quantized",
-        "bits": simple.GRADIENT_BITS,
-        "block": simple.BLOCK,
-    }
-    assert gradients["feedback"] == {
-        "kind": "average",
-        "beta": simple.BETA,
-        "reset_steps": simple.RESET_STEPS,
-        "dtype": "bfloat16",
-    }
-    assert parameters["codec"] == {
-        "kind": "quantized",
-        "bits": simple.PARAMETER_BITS,
-        "block": simple.BLOCK,
-        "keep_for_backward": True,
-    }
-
-
 def test_the_page_stays_one_page() -> None:
     text = (EXAMPLES / "simple.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
