@@ -39,11 +39,11 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         status = main(argv)
     except SystemExit as stopped:  # argparse
         status = stopped.code
-    said = capsys.readouterr()
-    assert status == 2, said
-    assert "Traceback" not in said.err
-    said.err.encode()
-    error = said.err.strip().splitlines()[-1]
+    printed = capsys.readouterr()
+    assert status == 2, printed
+    assert "Traceback" not in printed.err
+    printed.err.encode()
+    error = printed.err.strip().splitlines()[-1]
     assert 0 < len(error) < 1_000
     return error
 
@@ -163,11 +163,11 @@ def test_files_beyond_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "larger than 100,000,000" in error
 
 
-@pytest.mark.parametrize("said", ["/etc/passwd", "../base.yaml", "a/../../base.yaml", ".."])
-def test_a_policy_stays_in_its_folder(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("extends", ["/etc/passwd", "../base.yaml", "a/../../base.yaml", ".."])
+def test_a_policy_stays_in_its_folder(tmp_path: Path, extends: str) -> None:
     (tmp_path / "own").mkdir()
     written(tmp_path / "base.yaml", "the secret: of another file\n")
-    path = written(tmp_path / "own" / "mine.yaml", f"schema: 1\nextends: {said}\n")
+    path = written(tmp_path / "own" / "mine.yaml", f"schema: 1\nextends: {extends}\n")
     with pytest.raises(PolicyError, match=r"no built-in policy|is not in the folder") as caught:
         Policy.load(path)
     assert "secret" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""Imports go downwards: from room to room as `ROOMS` says, and in no circle anywhere."""
+"""Of all sources: imports go downwards, from room to room as `ROOMS` says, and in no circle
+anywhere; and no tensor has a dtype or a device by default, as users may change both."""
 
 from __future__ import annotations
 
@@ -137,3 +138,38 @@ def test_no_import_is_in_a_circle() -> None:
 
     for module in MODULES:
         visit(module, [])
+
+
+# Functions of torch whose result has the default dtype, or is on the default device, unless they
+# are told another.
+DTYPED = {
+    *("zeros", "ones", "empty", "full", "tensor", "rand", "randn", "linspace", "logspace"),
+    *("eye", "as_tensor", "asarray", "scalar_tensor", "empty_strided", "empty_permuted", "normal"),
+}
+PLACED = DTYPED | {"arange", "range", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+def without(keyword: str, functions: set[str], source: str) -> list[int]:
+    """Lines of calls of these functions of torch that do not give this keyword."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in functions
+        and not any(given.arg == keyword for given in node.keywords)
+    ]
+
+
+def test_every_factory_call_names_a_dtype_and_a_device() -> None:
+    found = {
+        str(file.relative_to(ROOT)): (
+            without("dtype", DTYPED, file.read_text()),
+            without("device", PLACED | {"Generator"}, file.read_text()),
+        )
+        for name, file in MODULES.items()
+        if room(name) != "benchmarks"
+    }
+    assert not {file: lines for file, lines in found.items() if any(lines)}

@@ -35,9 +35,9 @@ def printed(rank: int) -> list[str]:
         tagc.wrap(model, POLICY)
     compressor = tagc.compressor(model)
     assert compressor is not None
-    said = []
+    texts = []
     for step in range(4):
-        said.append(str(compressor.metrics()))
+        texts.append(str(compressor.metrics()))
         loss_of(model, rank, step).backward()
     metrics = compressor.metrics()
     assert json.loads(json.dumps(metrics.as_dict()))["wire_bytes"] == metrics.wire_bytes
@@ -56,15 +56,15 @@ def printed(rank: int) -> list[str]:
         assert f"{format_bytes(sent)} per step instead of {format_bytes(dense)}, " in line
         assert f"needs {format_bytes(plan.memory.peak)} of memory; {ADVICE}" in line
         assert line.endswith("; details: tagc.compressor(model).plan()")
-    return [*said, str(metrics)]
+    return [*texts, str(metrics)]
 
 
 def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent():
-    for said in run_ranks(printed, 2):
-        assert "warming up: 2 more reductions go dense" in said[0]
-        assert "warming up: 1 more reductions" in said[1]
-        assert not any("warming up" in text for text in said[2:])
-        head, gradients, compressed, parameters, together, density, *rest = said[-1].splitlines()
+    for texts in run_ranks(printed, 2):
+        assert "warming up: 2 more reductions go dense" in texts[0]
+        assert "warming up: 1 more reductions" in texts[1]
+        assert not any("warming up" in text for text in texts[2:])
+        head, gradients, compressed, parameters, together, density, *rest = texts[-1].splitlines()
         residual, advice = rest
         assert head.split() == ["steps", "4", "sent", "dense", "ratio"]
         assert gradients.split()[0] == "gradients"

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -26,7 +25,6 @@ from support.units import codec_plan, unit_reducer
 from tagc.handle.noise import (
     NoiseFactors,
     divides_by_second_moment,
-    exchange_is_due,
 )
 
 BIT: dict[str, Any] = {
@@ -51,9 +49,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-
-
-ASKS = r"called compressor.keep_rates\(optimizer\), call it"
 
 
 class Seen(torch.optim.AdamW):
@@ -158,23 +153,6 @@ def test_factors_are_the_same_on_all_ranks_and_resume(rank: int, world_size: int
 
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_through_torchs_checkpoints_the_remedy_is_said(rank: int, world_size: int) -> None:
-    run = Run(BIT)
-    run.compressor.keep_rates(run.optimizer)
-    run.train(rank, range(1))
-    with shared_folder() as folder:
-        dcp.save({"tagc": run.compressor}, checkpoint_id=folder)
-        late = Run(BIT)
-        with pytest.raises(Exception, match=r"left out the noise .*keep_rates\(optimizer\)"):
-            dcp.load({"tagc": late.compressor}, checkpoint_id=folder)
-        with pytest.warns(UserWarning, match=ASKS):
-            late.compressor.load(folder)
-        late.compressor.keep_rates(late.optimizer)
-        dcp.load({"tagc": late.compressor}, checkpoint_id=folder)
-
-
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_clipping_leaves_the_noise_out(rank: int, world_size: int) -> None:
     run = Run(BIT)
     run.compressor.clip_grad_norm_(1.0)  # before there is anything to clip
@@ -268,15 +246,6 @@ def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> No
         reducer.gauge.agreed[:] = torch.tensor((square, 1.0), dtype=torch.float64)
     a, b, c, d = (noise.by_parameter()[id(param)] for param in params)
     assert (a, b, c, d) == (6, 1, 6, 1)
-
-
-def test_exchanges_get_rare() -> None:
-    at, due = 0, []
-    for step in range(1, 70):
-        if exchange_is_due(step, at):
-            due.append(step)
-            at = step
-    assert due == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
 @on_ranks(4)

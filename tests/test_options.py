@@ -69,7 +69,7 @@ SITUATIONS = {
 }
 
 
-def said(option: str) -> list[str]:
+def text(option: str) -> list[str]:
     value = VALUES[option]
     return [f"--{option.replace('_', '-')}", *([] if value is None else [value])]
 
@@ -86,7 +86,7 @@ def said(option: str) -> list[str]:
 def test_an_option_without_effect_is_an_error(
     command: str, situation: str, option: str, capsys: Any
 ) -> None:
-    assert main([*GIVEN[command], *SITUATIONS[situation].split(), *said(option)]) == 2
+    assert main([*GIVEN[command], *SITUATIONS[situation].split(), *text(option)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert f" leave --{option.replace('_', '-')} out: it has no effect" in err
@@ -124,8 +124,8 @@ def test_every_other_option_changes_what_is_printed(command: str, mode: str, cap
     subparsers: Any = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     flags = {a.dest for a in subparsers[command]._actions if a.option_strings}
     for option in sorted(flags & VALUES.keys() - {"plot"}):
-        if said(option)[0] not in argv:
-            status, after = printed([*argv, *said(option)], capsys)
+        if text(option)[0] not in argv:
+            status, after = printed([*argv, *text(option)], capsys)
             assert status == 2 or after != before, option
 
 

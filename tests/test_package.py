@@ -99,11 +99,11 @@ def test_the_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", *pip, str(wheel))
     # Isolated from the working directory; the path goes before the editable install's.
     probe = f"import sys; sys.path.insert(0, {str(target)!r})\n{PROBE}"
-    said = json.loads(run(sys.executable, "-c", probe, cwd=tmp_path))
-    assert all(Path(file).is_relative_to(target) for file in said["files"]), said["files"]
-    assert said["policies"] == tagc.policies()
-    assert said["loads"] == list(tagc.policies())
-    assert said["version"] == tagc.__version__
+    found = json.loads(run(sys.executable, "-c", probe, cwd=tmp_path))
+    assert all(Path(file).is_relative_to(target) for file in found["files"]), found["files"]
+    assert found["policies"] == tagc.policies()
+    assert found["loads"] == list(tagc.policies())
+    assert found["version"] == tagc.__version__
     assert (target / "tagc" / "py.typed").exists()
     # `tagc bench` from the wheel alone: the suite, its command line, and which cases there are.
     command = f"import sys; sys.path.insert(0, {str(target)!r}); from tagc.benchmarks.suites import"

@@ -140,17 +140,17 @@ def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("operator", "policy", "said"),
+    ("operator", "policy", "text"),
     [
         ("dequantize", POLICY, ("dequantize(out float32", "elements of 'out' differ")),
         ("undo_lag", LEADING, ("undo_lag(decoded float32", "elements of 'out' differ")),
         ("steer", SELECTING, ("steer(target float32", "elements of 'state' differ")),
     ],
 )
-def test_a_wrong_kernel_on_one_rank_is_refused_on_all(operator, policy, said):
+def test_a_wrong_kernel_on_one_rank_is_refused_on_all(operator, policy, text):
     mine, other = run_ranks(refused, 2, 0, operator, policy)
     assert mine.startswith("KernelError: tagc: tagc.triton_kernels.ops does not give")
-    for part in (*said, "ops='reference'"):
+    for part in (*text, "ops='reference'"):
         assert part in mine
     assert other.startswith("RuntimeError: tagc.wrap failed on rank 0")
     assert "KernelError" in other
@@ -180,9 +180,9 @@ def test_kernels_that_nobody_uses_are_not_checked(how):
     ],
 )
 def test_a_host_without_a_compiler_is_told_what_to_install(error: Exception):
-    for said in run_ranks(without_a_compiler, 2, error):
-        assert "install gcc and python3-dev" in said
-        assert str(error) in said
+    for text in run_ranks(without_a_compiler, 2, error):
+        assert "install gcc and python3-dev" in text
+        assert str(error) in text
 
 
 def without_a_compiler(rank: int, error: Exception) -> str:

@@ -89,21 +89,21 @@ def test_sites_go_on_without_one_that_was_killed() -> None:
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    said = []
+    lines = []
     try:
         assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                said.append(line)
+        with process.stdout as stdout:
+            for line in stdout:
+                lines.append(line)
                 found = re.match(r"process (\d+), step (\d+)", line)
-                if found and int(found[2]) == 48 and "killed" not in said:
-                    said.append("killed")
+                if found and int(found[2]) == 48 and "killed" not in lines:
+                    lines.append("killed")
                     os.kill(int(found[1]), signal.SIGKILL)
         assert process.wait() == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    whole = "".join(said)
+    whole = "".join(lines)
     assert "a site died: start it again" in whole
     assert ", 2 sites" in whole
     assert whole.count("steps 256, exchanges") == 3

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import tagc
 from support.coded_mesh import coded, mesh_of
@@ -131,19 +130,6 @@ def test_a_batch_keeps_no_tensor(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_messages_by_themselves_need_no_batch(rank: int, world_size: int) -> None:
-    group: Any = mesh_of(2).get_group()
-    recorded = recording(group)
-    t = torch.ones(N)
-    if rank == 0:
-        dist.send(t, group=group, group_dst=1)
-    else:
-        dist.recv(t.zero_(), group=group, group_src=0)
-        assert torch.equal(t, coded(torch.ones(N)))
-    assert recorded.seen == ["send" if rank == 0 else "receive"]
-
-
-@on_ranks(2)
 def test_torch_starts_and_ends_a_batch(rank: int, world_size: int) -> None:
     """As torch 2.14 does: it drops the works of the messages, and waits for the batch's."""
     group: Any = mesh_of(2).get_group()
@@ -170,12 +156,25 @@ def test_torch_starts_and_ends_a_batch(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("place", ["the first", "the second", "its encoding"])
-def test_an_error_ends_the_batch(rank: int, world_size: int, place: str) -> None:
+def test_an_error_ends_the_batch(rank: int, world_size: int) -> None:
     """Whichever message fails; and the next batch has all of its own."""
     group: Any = mesh_of(2).get_group()
     recorded = recording(group)
+    for place in ("the first", "the second", "its encoding"):
+        check_error(rank, group, recorded, place)
+    # torch does not end a batch if an error leaves it: the next start does.
+    recorded.seen.clear()
+    for _ in range(2):
+        group._start_coalescing(torch.device("cpu"))
+    group._end_coalescing(torch.device("cpu"))
+    assert recorded.seen == ["start", "end", "start", "end"]
+    failed = fails(lambda: group._end_coalescing(torch.device("cpu")))
+    assert failed == ("RuntimeError", "tagc: a batch of messages ends that did not start")
+
+
+def check_error(rank: int, group: Any, recorded: Recorded, place: str) -> None:
     t = [torch.ones(N)]
+    recorded.seen.clear()
     if place == "its encoding":
         broken = patch.object(CodedCollectives, "message_about", side_effect=OSError("broken"))
     else:
@@ -188,39 +187,6 @@ def test_an_error_ends_the_batch(rank: int, world_size: int, place: str) -> None
     if place == "the second":  # what was sent then arrives now
         dist.recv(torch.empty(N), group=group, group_src=1 - rank)
     assert torch.equal(swapped(group, rank, t)[0], coded(torch.ones(N)))
-
-
-@on_ranks(2)
-def test_an_error_of_torch_ends_the_batch_at_the_next_start(rank: int, world_size: int) -> None:
-    """torch does not end a batch if an error leaves it."""
-    group: Any = mesh_of(2).get_group()
-    recorded = recording(group)
-    for _ in range(2):
-        group._start_coalescing(torch.device("cpu"))
-    group._end_coalescing(torch.device("cpu"))
-    assert recorded.seen == ["start", "end", "start", "end"]
-    failed = fails(lambda: group._end_coalescing(torch.device("cpu")))
-    assert failed == ("RuntimeError", "tagc: a batch of messages ends that did not start")
-
-
-@on_ranks(2)
-def test_a_pipeline(rank: int, world_size: int) -> None:
-    """torch's schedule posts sends and receives in batches."""
-    group = mesh_of(2, names=("pp",)).get_group()
-    recorded = recording(group)
-    torch.manual_seed(1)
-    stage = PipelineStage(
-        torch.nn.Linear(64, 64), rank, world_size, torch.device("cpu"), group=group
-    )
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda y, _: y.square().mean())
-    x = torch.randn(256, 64)
-    schedule.step(x) if rank == 0 else schedule.step(target=x)
-    recorded.seen.clear()
-    schedule.step(x) if rank == 0 else schedule.step(target=x)
-    # Later versions of torch post sends alone and receives alone one by one.
-    batches = [batch.split() for batch in " ".join(recorded.seen).split("start")[1:]]
-    assert all(batch.count("end") == 1 for batch in batches)
-    assert any(batch[:3] == ["send", "receive", "end"] for batch in batches)
 
 
 def test_another_torch_is_refused() -> None:

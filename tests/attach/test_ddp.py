@@ -102,15 +102,6 @@ def test_nothing_compressed_is_ddps_own(rank: int, world_size: int) -> None:
     assert tagc.compressor(warm).metrics().wire_bytes > 0
 
 
-@on_ranks(2)
-def test_switched_off(rank: int, world_size: int) -> None:
-    native = train(DistributedDataParallel(net()), rank, range(3))
-    with patch.dict("os.environ", TAGC_DISABLE="1"):
-        model = wrapped()
-    assert not hasattr(model, "_tagc_hook")
-    equal(train(model, rank, range(3))[-1], native[-1])
-
-
 class Sometimes(nn.Module):
     """Uses its second layer if asked."""
 
@@ -176,30 +167,27 @@ def test_a_rank_with_fewer_batches(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", [BITS, "dense"], ids=["bits", "dense"])
-def test_a_join_that_divides_by_fewer_ranks(rank: int, world_size: int, policy: Any) -> None:
+def test_a_join_that_divides_by_fewer_ranks(rank: int, world_size: int) -> None:
     """Refused in its first step, on the ranks with data and on those without."""
-    model = wrapped(policy)
+    for policy in (BITS, "dense"):
+        model = wrapped(policy)
 
-    def join(**options: Any) -> None:
-        with model.join(**options):
-            for step in range(rank):  # none on rank 0
-                loss_of(model, rank, step).backward()
+        def join(model: Any = model, **options: Any) -> None:
+            with model.join(**options):
+                for step in range(rank):  # none on rank 0
+                    loss_of(model, rank, step).backward()
 
-    join()
-    kind, said = fails(lambda: join(divide_by_initial_world_size=False))
-    assert kind == "RuntimeError"
-    assert "join(divide_by_initial_world_size=False)" in said
+        join()
+        kind, text = fails(lambda join=join: join(divide_by_initial_world_size=False))
+        assert kind == "RuntimeError"
+        assert "join(divide_by_initial_world_size=False)" in text
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_a_rank_that_stopped_is_said_once(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_a_rank_that_stopped_is_said_once(rank: int, world_size: int) -> None:
     """In the middle of a backward, with its unit."""
     group: Any = dist.new_group(timeout=timedelta(seconds=1))
-    model = wrapped(process_group=group, **options)
+    model = wrapped(process_group=group, find_unused_parameters=True)
     loss = loss_of(model, rank, 0)
     if rank == 0:
         kind, said = fails(loss.backward)
@@ -208,21 +196,6 @@ def test_a_rank_that_stopped_is_said_once(
         assert said.count("failed on rank 0 of 2") == 1, said
         assert said.count("another rank failed or stopped") == 1, said
     dist.barrier()
-
-
-@on_ranks(2)
-def test_rates_that_are_kept(rank: int, world_size: int) -> None:
-    model = wrapped()
-    compressor = tagc.compressor(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    kept = compressor.keep_rates(optimizer)
-    for step in range(3):
-        loss_of(model, rank, step).backward()
-        compressor.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert compressor.metrics().noise_factor > 1
-    assert gathered(torch.tensor(kept.factors)).unique(dim=0).shape[0] == 1
 
 
 @on_ranks(2)
@@ -253,56 +226,78 @@ def test_supports_have_no_owner(rank: int, world_size: int) -> None:
         equal(mine, theirs)
 
 
-@on_ranks(2)
-def test_what_is_refused(rank: int, world_size: int) -> None:
-    def refusal(model: Any, policy: Any = BITS, **options: Any) -> str:
-        kind, said = fails(lambda: tagc.wrap(model, policy, **options))
-        assert kind in ("ValueError", "PolicyError"), said
-        return said
-
+def with_hook() -> Any:
     model = DistributedDataParallel(net())
-    assert "all ranks are replicas" in refusal(model, replicas=dist.group.WORLD)
-    rules = {"schema": 1, "gradients": BITS["gradients"], "replicas": BITS["gradients"]}
-    assert "all ranks are replicas" in refusal(model, rules)
-    assert "with DDP or replicate(): feedback.lead 'measured'" in refusal(model, "half-bit")
     model.register_comm_hook(None, allreduce_hook)
-    assert "its own communication hook (allreduce_hook)" in refusal(model)
-    built_in = DistributedDataParallel(net())
-    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    assert "its own communication hook (BuiltinCommHookType.FP16_COMPRESS)" in refusal(built_in)
-    sparse = nn.Sequential(nn.Embedding(9, 9, sparse=True))
-    assert "sparse gradients (0)" in refusal(DistributedDataParallel(sparse))
+    return model
+
+
+def with_built_in_hook() -> Any:
+    model = DistributedDataParallel(net())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return model
+
+
+def delayed() -> Any:
     later = net()
-    delayed = DistributedDataParallel(
+    return DistributedDataParallel(
         later,
         delay_all_reduce_named_params=[("head.weight", later.head.weight)],
         param_to_hook_all_reduce=later.head.bias,
     )
-    assert "delay_all_reduce_named_params" in refusal(delayed)
-    outer = nn.Sequential(wrapped())
-    assert "'0' is already wrapped" in refusal(outer)
+
+
+def sparse() -> Any:
+    return DistributedDataParallel(nn.Sequential(nn.Embedding(9, 9, sparse=True)))
+
+
+REPLICAS = {"schema": 1, "gradients": BITS["gradients"], "replicas": BITS["gradients"]}
+REFUSED: list[tuple[Any, Any, str]] = [
+    (lambda: DistributedDataParallel(net()), REPLICAS, "all ranks are replicas"),
+    (
+        lambda: DistributedDataParallel(net()),
+        "half-bit",
+        "with DDP or replicate(): feedback.lead 'measured'",
+    ),
+    (with_hook, BITS, "its own communication hook (allreduce_hook)"),
+    (
+        with_built_in_hook,
+        BITS,
+        "its own communication hook (BuiltinCommHookType.FP16_COMPRESS)",
+    ),
+    (sparse, BITS, "sparse gradients (0)"),
+    (delayed, BITS, "delay_all_reduce_named_params"),
+    (lambda: nn.Sequential(wrapped()), BITS, "'0' is already wrapped"),
+]
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    for make, policy, message in REFUSED:
+        model = make()
+        kind, text = fails(lambda model=model, policy=policy: tagc.wrap(model, policy))
+        assert kind in ("ValueError", "PolicyError"), text
+        assert message in text
+    model = DistributedDataParallel(net())
+    _, text = fails(lambda: tagc.wrap(model, BITS, replicas=dist.group.WORLD))
+    assert "all ranks are replicas" in text
 
 
 @on_ranks(2)
 def test_parameters_frozen_after_ddp_saw_them(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(net())
-    model.module.head.requires_grad_(False)
-    with several_units():
-        tagc.wrap(model, BITS)
-    model.module.head.requires_grad_(True)
-    kind, said = fails(lambda: loss_of(model, rank, 0).backward())
-    assert (kind, "before DistributedDataParallel(...) and tagc.wrap" in said) == (
-        "RuntimeError",
-        True,
-    )
-    thawed = net()
-    thawed.head.requires_grad_(False)
-    model = DistributedDataParallel(thawed)
-    thawed.head.requires_grad_(True)
-    with several_units():
-        tagc.wrap(model, BITS)
-    kind, said = fails(lambda: loss_of(model, rank, 0).backward())
-    assert (kind, "head.weight" in said) == ("RuntimeError", True)
+    for late, message in (
+        (True, "before DistributedDataParallel(...) and tagc.wrap"),
+        (False, "head.weight"),
+    ):
+        inner = net()
+        inner.head.requires_grad_(late)
+        model = DistributedDataParallel(inner)
+        inner.head.requires_grad_(not late)
+        with several_units():
+            tagc.wrap(model, BITS)
+        inner.head.requires_grad_(True)
+        kind, text = fails(lambda model=model: loss_of(model, rank, 0).backward())
+        assert (kind, message in text) == ("RuntimeError", True), text
 
 
 @on_ranks(2)

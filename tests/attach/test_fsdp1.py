@@ -1,8 +1,9 @@
-"""FSDP1 with compressed gradients, on 1 to 4 ranks, against FSDP1 itself and its flat layout."""
+"""FSDP1: its flat buffers, its life, and what is refused. Its options are in the parity matrix
+(`tests/parity`), sums of gradients and residuals in `tests/collect/test_conservation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -10,208 +11,160 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import (
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import tagc
+from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.fsdp1_net import (
-    CPU,
-    FSDP,
-    UNITS,
-    WEIGHTS,
-    clean,
-    local_grads,
-    local_weights,
-    nested,
-    quietly,
-    sharded,
-    train,
-)
-from support.fsdp1_recording import recorded
+from support.failing import fails
+from support.fsdp1_net import CPU, FSDP, UNITS, WEIGHTS, flat_of, nested, quietly, sharded, train
 from support.marks import covering
 from support.small_net import EVERYTHING, loss_of, net
 from support.units import gathered, policy
+from tagc.collect import UnitReducer
+from tagc.ops.launches import Pieces
+from tagc.plan.param_slices import param_slices
 
-SUM = dist.ReduceOp.SUM
-BF16 = torch.bfloat16
-
-
-# FSDP1's own results
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "flat": {"use_orig_params": False},
-    "original": {"use_orig_params": True},
-    "grad_op": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "flat grad_op": {"use_orig_params": False, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "bfloat16": {
-        "use_orig_params": True,
-        "mixed_precision": MixedPrecision(param_dtype=BF16, cast_forward_inputs=True),
-    },
-    "reduced in float32": {
-        "use_orig_params": False,
-        "mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32),
-    },
-    "reduced in bfloat16, kept": {
-        "use_orig_params": True,
-        "mixed_precision": MixedPrecision(reduce_dtype=BF16, keep_low_precision_grads=True),
-    },
-    "offload": {"use_orig_params": True, "cpu_offload": CPUOffload(offload_params=True)},
-}
+# Its flat buffers
 
 
 @contextmanager
-def as_on_an_accelerator() -> Iterator[None]:
-    """What FSDP1 offloads to the CPU it pins, and waits for, which torch cannot do without one."""
+def recorded() -> Iterator[list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]]]:
+    """Record the units' inputs and outputs, in FSDP's columns and in the plan's."""
+    calls: list[tuple[UnitReducer, Tensor, Tensor, Tensor, Tensor]] = []
+    reduce, bound = UnitReducer.reduce, Pieces.bound
+    inside: list[Tensor] = []
+
+    def recorded_reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any) -> None:
+        before = inp.clone()
+        inside.clear()
+        reduce(self, out.fill_(torch.nan), inp, *rest)
+        rows, shard = inside or (before, out.clone())
+        calls.append((self, before, out.clone(), rows, shard))
+
+    def recorded_pieces(self: Pieces, ops: Any, own: int) -> Any:
+        move = bound(self, ops, own)
+
+        def moved(x: Tensor, y: Tensor) -> None:
+            if not self.back:
+                y.fill_(torch.nan)
+            move(x, y)
+            inside.append((x[0] if self.back else y).clone())
+
+        return moved
+
     with (
-        patch.object(Tensor, "pin_memory", lambda self: self),
-        patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True),
+        patch.object(UnitReducer, "reduce", recorded_reduce),
+        patch.object(Pieces, "bound", recorded_pieces),
     ):
-        yield
-
-
-@pytest.mark.some(3)
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "option"), covering((2, 3), OPTIONS))
-def test_dense_is_native(rank: int, world_size: int, option: str) -> None:
-    native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
-    with as_on_an_accelerator():
-        tagc.wrap(wrapped, "dense")
-        torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
-    torch.testing.assert_close(local_weights(wrapped), local_weights(native), **EXACT)
-    metrics = tagc.compressor(wrapped).metrics()
-    assert metrics.steps == 3
-    assert metrics.wire_bytes == metrics.dense_bytes > 0
+        yield calls
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "option"),
-    covering((2, 3), [o for o in OPTIONS if OPTIONS[o]["use_orig_params"]]),
-)
-def test_unselected_parameters_are_native(rank: int, world_size: int, option: str) -> None:
-    """In a unit that also has compressed ones, whose buffer is rearranged."""
-    native, wrapped = (sharded(**OPTIONS[option]) for _ in range(2))
-    with as_on_an_accelerator():
-        quietly(tagc.wrap, wrapped, policy(({"name": "second.0.weight"}, 0.1)))
-        ((_, mine),), ((_, theirs),) = train(wrapped, rank, 1), train(native, rank, 1)
-    one, other = mine.pop("second.0.weight"), theirs.pop("second.0.weight")
-    assert (one is None) == (other is None)
-    assert one is None or not torch.equal(one, other)
-    # Two numbers add to the same sum in either order; more need not, where columns moved.
-    wide: Any = {"rtol": 0.05, "atol": 0.1} if "bfloat16" in option else {}
-    bound = EXACT if world_size == 2 else wide
-    torch.testing.assert_close(mine, theirs, **bound)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3), (False, True)))
-def test_warm_up_is_native(rank: int, world_size: int, use_orig_params: bool) -> None:
-    native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
-    codec = {"kind": "sketch", "density": 0.3, "warmup_steps": 2}
-    rules = {"schema": 1, "gradients": [{"when": {"name": "*.weight"}, "codec": codec}]}
-    quietly(tagc.wrap, wrapped, rules)
-    ours, theirs = train(wrapped, rank, 3), train(native, rank, 3)
-    torch.testing.assert_close(ours[:2], theirs[:2], **EXACT)
-    assert not all_equal(ours[2], theirs[2])
-
-
-def all_equal(ours: Any, theirs: Any) -> bool:
-    try:
-        torch.testing.assert_close(ours, theirs, **EXACT)
-    except AssertionError:
-        return False
-    return True
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3), (False, True)))
-def test_clipping(rank: int, world_size: int, use_orig_params: bool) -> None:
-    native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
-    tagc.wrap(wrapped, "dense")
-    ours = train(wrapped, rank, 3, clip=0.5)
-    torch.testing.assert_close(ours, train(native, rank, 3, clip=0.5), **EXACT)
-    assert all(norm > 0.5 for norm, _ in ours)
-    # The norm that FSDP1 takes of compressed gradients is that of all shards.
-    tagc.compressor(wrapped).remove()
-    quietly(tagc.wrap, wrapped, WEIGHTS)
-    loss_of(wrapped, rank, 0).backward()
-    squares = sum(g.double().square().sum() for g in local_grads(wrapped).values() if g is not None)
-    assert isinstance(squares, Tensor)
-    norm = gathered(squares).sum().sqrt()
-    torch.testing.assert_close(wrapped.clip_grad_norm_(0.5).double(), norm, rtol=1e-5, atol=0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_remove_gives_native_back(rank: int, world_size: int, use_orig_params: bool) -> None:
-    native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
-    quietly(tagc.wrap, wrapped, EVERYTHING)
-    loss_of(wrapped, rank, 0).backward()
-    wrapped.zero_grad()
-    tagc.compressor(wrapped).remove()
-    with pytest.raises(ValueError, match="not wrapped"):
-        tagc.compressor(wrapped)
-    torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
-
-    # After many forwards as before the first one.
-    quietly(tagc.wrap, wrapped, EVERYTHING)
-    ours, theirs = train(wrapped, rank, 1), train(native, rank, 1)
-    assert tagc.compressor(wrapped).metrics().steps == 1
-    assert not all_equal(ours, theirs)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_one_rank_warns_and_changes_nothing(
+@pytest.mark.parametrize(("world_size", "use_orig_params"), covering((2, 3, 4), (False, True)))
+def test_segments_are_handed_their_parameters(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
-        native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
-    with pytest.warns(UserWarning, match="does nothing at world size 1"):
-        assert tagc.wrap(wrapped, EVERYTHING) is wrapped
-    torch.testing.assert_close(train(wrapped, rank, 2), train(native, rank, 2), **EXACT)
-    assert tagc.compressor(wrapped).metrics().wire_bytes == 0
-    tagc.compressor(wrapped).remove()
+    """A segment is handed this rank's own gradient, element by element, and what it returns goes
+    where FSDP1 has it."""
+    alone = net()
+    model = quietly(tagc.wrap, sharded(use_orig_params=use_orig_params), WEIGHTS)
+    (second,) = (u for u in tagc.compressor(model).plan().units if u.info.name == "second")
+    assert [piece for piece in param_slices(second.info, second.info.params) if piece.offset > 0]
+    loss_of(alone, rank, 0).backward()
+    with recorded() as calls:
+        loss_of(model, rank, 0).backward()
+    grads = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert sorted(reducer.plan.info.name for reducer, *_ in calls) == sorted(UNITS)
+    for reducer, inp, out, rows, shard in calls:
+        buffer, owners = flat_of(reducer.plan.info.name, grads, world_size, use_orig_params)
+        # Unaligned views may take other kernels than the parameters of the model alone.
+        torch.testing.assert_close(inp, buffer, **(EXACT if use_orig_params else {}))
+        S = len(buffer) // world_size
+        by_row = [owners[row * S : (row + 1) * S] for row in range(world_size)]
+        expected = torch.zeros(S)
+        for segment in reducer.plan.segments:
+            names = {param.name for param in segment.params}
+            for row, theirs in enumerate(by_row):
+                mask = torch.tensor([owner in names for owner in theirs])
+                mine = inp.view(world_size, S)[row][mask]
+                handed = rows.view(world_size, -1)[row, segment.start : segment.stop]
+                torch.testing.assert_close(handed[: len(mine)], mine, **EXACT)
+                assert not handed[len(mine) :].any()
+                if row == rank:
+                    expected[mask] = shard[segment.start : segment.start + len(mine)]
+        torch.testing.assert_close(out, expected, **EXACT)
 
 
 @on_ranks(2, 3)
-def test_frozen_parameters_are_not_sent(rank: int, world_size: int) -> None:
-    frozen = ("second.0.weight", "norm.bias")
+def test_wire_bytes(rank: int, world_size: int) -> None:
+    """Counted by the metrics, by the plan and from the tensors that collectives get; dense bytes
+    are those of FSDP1's own buffer."""
+    model = quietly(tagc.wrap, sharded(), policy(({"name": "second.*.weight"}, 0.2)))
+    compressor = tagc.compressor(model)
+    loss_of(model, rank, 0).backward()
+    before = compressor.metrics()
+    with counted_bytes() as handed:
+        loss_of(model, rank, 1).backward()
+    after = compressor.metrics()
+    buffers = [
+        flat_of(unit, dict(net().named_parameters()), world_size, False)[0].numel()
+        for unit in UNITS
+    ]
+    dense = sum(4 * n // world_size * (world_size - 1) for n in buffers)
+    rows = compressor.plan().rows
+    assert after.dense_bytes - before.dense_bytes == dense
+    assert sum(row.dense_bytes for row in rows) == pytest.approx(dense, rel=1e-12)
+    wire = after.wire_bytes - before.wire_bytes
+    assert wire == sum(handed)
+    # What a rank sends depends on what the others own; the plan has the average.
+    average = gathered(torch.tensor([wire])).double().mean().item()
+    assert average == pytest.approx(sum(row.wire_bytes for row in rows), rel=1e-12)
 
-    def partly_frozen() -> Any:
-        model = sharded(use_orig_params=True)
-        for name, param in model.named_parameters():
-            param.requires_grad_(clean(name) not in frozen)
-        return model
 
-    native, dense, compressed = (partly_frozen() for _ in range(3))
-    tagc.wrap(dense, "dense")
-    torch.testing.assert_close(train(dense, rank, 2), train(native, rank, 2), **EXACT)
+# Of each row: whether it has any of `second.0.weight`, and its elements of the others.
+OWNED = {
+    3: ((True, 0), (True, 237), (False, 410)),
+    4: ((True, 0), (True, 33), (False, 308), (False, 306)),
+}
 
-    rule = {"when": {"name": "*"}, "codec": {"kind": "dense", "wire": "bfloat16"}}
-    quietly(tagc.wrap, compressed, {"schema": 1, "gradients": [rule]})
-    with recorded() as calls:
-        ours, theirs = train(compressed, rank, 1), train(partly_frozen(), rank, 1)
-    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
-    plan = tagc.compressor(compressed).plan()
-    assert not {row.param for row in plan.rows} & set(frozen)
-    elements = {name: p.numel() for name, p in net().named_parameters()}
-    for reducer, _, out, _, _ in calls:
-        assert not out.isnan().any()
-        sent = gathered(torch.tensor([reducer.wire_bytes])).sum().item() / (world_size - 1)
-        names = [name for name in UNITS[reducer.plan.info.name] if name not in frozen]
-        padding = 2 * 3 * len(names) + 2 * world_size  # alignment, and halves of words
-        if set(names) < set(UNITS[reducer.plan.info.name]):
-            padding = 2 * world_size
-        assert 0 <= sent - 2 * sum(elements[name] for name in names) <= padding
+
+@on_ranks(3, 4)
+def test_owners_get_what_they_own(rank: int, world_size: int) -> None:
+    """Half of a unit in 8 bits, the other as it is; some rows have nothing of the one or other."""
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rule = {"when": {"name": "second.0.weight"}, "codec": codec}
+    model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
+    loss_of(model, rank, 0).backward()
+    (reducer,) = (r for r in tagc.compressor(model).reducers if r.plan.compressed)
+    quantized = reducer.plan.compressed[0].codec.words
+    room = -(-quantized // 4) * 4  # the dense segment begins at a multiple of 4 words
+    words = sum((room if dense else quantized) * has + dense for has, dense in OWNED[world_size])
+    sent = gathered(torch.tensor([reducer.wire_bytes])).sum().item()
+    assert sent == 4 * (world_size - 1) * words
+    assert words < 0.75 * world_size * reducer.plan.words
+
+
+# Its life
+
+
+@on_ranks(2)
+def test_remove_gives_native_back(rank: int, world_size: int) -> None:
+    for use_orig_params in (False, True):
+        native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
+        quietly(tagc.wrap, wrapped, EVERYTHING)
+        loss_of(wrapped, rank, 0).backward()
+        wrapped.zero_grad()
+        tagc.compressor(wrapped).remove()
+        torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
+        # After many forwards as before the first one.
+        quietly(tagc.wrap, wrapped, EVERYTHING)
+        train(wrapped, rank, 1)
+        assert tagc.compressor(wrapped).metrics().steps == 1
 
 
 @on_ranks(2)
@@ -238,6 +191,70 @@ def test_several_roots_in_a_plain_module(rank: int, world_size: int) -> None:
     native, wrapped = two_roots(), two_roots()
     tagc.wrap(wrapped, "dense")
     torch.testing.assert_close(train(wrapped, rank, 2), train(native, rank, 2), **EXACT)
-    assert tagc.compressor(wrapped).metrics().steps == 2
     tagc.compressor(wrapped).remove()
     assert all(module._comm_hook is None for module in FSDP.fsdp_modules(wrapped))
+
+
+# What is refused
+
+
+def own_hook(state: Any, grad: Tensor, shard: Tensor) -> None: ...
+
+
+def hooked() -> Any:
+    model = sharded()
+    model.register_comm_hook(None, own_hook)
+    return model
+
+
+def used() -> Any:
+    model = sharded()
+    loss_of(model, dist.get_rank(), 0).backward()
+    return model.second
+
+
+def of_both_apis() -> Any:
+    both: Any = nn.Sequential(FSDP(nn.Linear(4, 4), device_id=CPU), nn.Linear(4, 4))
+    fully_shard(both[1])
+    return both
+
+
+def hybrid() -> Any:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return FSDP(net(), device_id=CPU, device_mesh=mesh, sharding_strategy=strategy)
+
+
+INT8 = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8}}
+REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
+    (sharded, "hybrid", "whose all-gather cannot be replaced; use a policy for gradients only"),
+    (
+        sharded,
+        {"schema": 1, "gradients": [INT8], "replicas": [INT8]},
+        "averages over replicas for FSDP2 only",
+    ),
+    (sharded, policy(({"name": "no.such"}, 0.3)), "compresses nothing"),
+    (hybrid, EVERYTHING, "sharded and replicated (HYBRID_SHARD)"),
+    (hybrid, EVERYTHING, 'replicas=mesh["replicate"]'),
+    (hooked, EVERYTHING, "has its own communication hook (own_hook"),
+    (lambda: quietly(tagc.wrap, sharded(), EVERYTHING).second, EVERYTHING, "already wrapped, by"),
+    (used, EVERYTHING, "part of a larger FSDP1 model"),
+    (of_both_apis, EVERYTHING, "partly by FSDP1"),
+]
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    """With a clear error, and the model is as it was."""
+    for make, chosen, message in REFUSED:
+        model = make()
+        before = [m._comm_hook for m in FSDP.fsdp_modules(model)]
+        kind, text = fails(lambda model=model, chosen=chosen: tagc.wrap(model, chosen))
+        assert kind in ("ValueError", "PolicyError"), text
+        assert message in text
+        assert [m._comm_hook for m in FSDP.fsdp_modules(model)] == before
+        assert not hasattr(model, "_tagc_compressor")
+    kind, text = fails(lambda: tagc.wrap(sharded(), "dense", replicas=dist.group.WORLD))
+    assert (kind, "averages over replicas for FSDP2 only" in text) == ("PolicyError", True)
+    kind, text = fails(lambda: tagc.wrap(sharded(), WEIGHTS if rank else EVERYTHING))
+    assert (kind, "differs between ranks" in text) == ("RuntimeError", True)

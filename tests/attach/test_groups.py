@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +19,10 @@ import tagc
 from support.coded_mesh import added, coded, mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
+from support.marks import slow
+from support.shrinking import anywhere, shrunk
 from tagc.collect.transport import all_gather, reduce_scatter
-from tagc.groups.activations import SMALL_MESSAGE
+from tagc.groups.activations import CODED, SMALL_MESSAGE
 from tagc.groups.mesh import bytes_by_dimension
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
@@ -39,16 +45,17 @@ def test_the_arithmetic_of_these_tests_is_that_of_the_operators() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32)])
-def test_every_collective(
-    rank: int, world_size: int, dtype: torch.dtype, bits: int, block: int
-) -> None:
+def test_every_collective(rank: int, world_size: int, bits: int, block: int) -> None:
     """To the bit, by torch's functions and by its functional collectives, and all at once."""
-    W = world_size
-    how: Any = {"bits": bits, "block": block}
-    mesh: Any = mesh_of(W, **how)
+    mesh: Any = mesh_of(world_size, bits=bits, block=block)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_every_collective(rank, mesh, dtype, {"bits": bits, "block": block})
+
+
+def check_every_collective(rank: int, mesh: Any, dtype: torch.dtype, how: Any) -> None:
     group = mesh.get_group()
+    W = group.size()
     torch.manual_seed(5)
     # For each rank, a row for each rank.
     everything = torch.randn(W, W, N).to(dtype)
@@ -120,47 +127,6 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
         # 64 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
         # the standard deviation is 0.0036.
         assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.015
-
-
-@on_ranks(2, 3)
-def test_uneven_all_to_all(rank: int, world_size: int) -> None:
-    """As experts' tokens: other sizes for every pair, some small, some none."""
-    group = mesh_of(world_size, names=("ep",)).get_group()
-    torch.manual_seed(5)
-    tokens = [[0, 100, 7], [64, 0, 33], [1, 40, 90]]
-    sizes = [row[:world_size] for row in tokens[:world_size]]
-    sent = [[torch.randn(n, 96) for n in row] for row in sizes]
-    wanted = [t if t.numel() < SMALL_MESSAGE else coded(t) for t in (r[rank] for r in sent)]
-    receives = [row[rank] for row in sizes]
-    out, listed = torch.empty(sum(receives), 96), [torch.empty(n, 96) for n in receives]
-    with tagc.activations():
-        dist.all_to_all_single(out, torch.cat(sent[rank]), receives, sizes[rank], group=group)
-        dist.all_to_all(listed, sent[rank], group=group)
-        again = functional.all_to_all_single(
-            torch.cat(sent[rank]), receives, sizes[rank], group
-        ).clone()
-    for got in (out, torch.cat(listed), again):
-        assert torch.equal(got, torch.cat(wanted))
-
-
-@on_ranks(2)
-def test_both_send_before_they_receive(rank: int, world_size: int) -> None:
-    """As two stages of a pipeline do; also without a forward, into a tensor for gradients."""
-    group = mesh_of(2, names=("pp",)).get_group()
-    theirs = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
-    into = torch.empty(N, requires_grad=True)
-    operations = [
-        dist.P2POp(dist.isend, theirs[rank].clone(), group=group, group_peer=1 - rank),
-        dist.P2POp(dist.irecv, into, group=group, group_peer=1 - rank),
-    ]
-    works = dist.batch_isend_irecv(operations)
-    del operations
-    for work in works:
-        work.wait()
-    assert torch.equal(into.detach(), coded(theirs[1 - rank]))
-    kind, said = fails(lambda: dist.recv(torch.empty(N), group=group))
-    assert kind == "RuntimeError", said
-    assert "must name its source" in said
 
 
 @on_ranks(2)
@@ -247,14 +213,14 @@ def test_refusals(rank: int, world_size: int) -> None:
             "rules for dimensions: tp, cp, pp, ep; the mesh has dp",
         ),
     ):
-        found, said = fails(make)
-        assert found == kind, said
-        assert part in said, said
+        found, text = fails(make)
+        assert found == kind, text
+        assert part in text, text
     mesh_of(2)
     mesh_of(2)
-    kind, said = fails(lambda: mesh_of(2, bits=4))
-    assert kind == "ValueError", said
-    assert "torch cannot tell such meshes apart" in said
+    kind, text = fails(lambda: mesh_of(2, bits=4))
+    assert kind == "ValueError", text
+    assert "torch cannot tell such meshes apart" in text
 
 
 @on_ranks(2)
@@ -266,3 +232,163 @@ def test_switched_off(rank: int, world_size: int) -> None:
     with tagc.activations():
         dist.all_reduce(t, group=group)
     assert torch.equal(t, both.sum(0))
+
+
+KINDS = ("all-reduce", "average", "all-gather", "reduce-scatter", "all-to-all", "swap", "barrier")
+SIZES = (1, 100, SMALL_MESSAGE - 1, SMALL_MESSAGE, 3 * SMALL_MESSAGE + 40)
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective; the same on all ranks.
+
+    Attributes:
+        sizes: elements that each rank has for each rank.
+        activation: whether it is part of a forward.
+        then: how many calls are left in flight after it.
+    """
+
+    kind: str
+    seed: int
+    sizes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    activation: bool
+    then: int
+
+    def inputs(self, rank: int) -> list[Tensor]:
+        """What a rank has for each rank; whole numbers where sums must be exact."""
+        generator = torch.Generator().manual_seed(self.seed + rank)
+        found = []
+        for to, n in enumerate(self.sizes[rank]):
+            whole = torch.randint(-8, 9, (n,), generator=generator)
+            wide = torch.randn(n, generator=generator)
+            exact = not self.is_coded(rank, to)
+            found.append((whole if exact else wide).to(self.dtype))
+        return found
+
+    def is_coded(self, sender: int, receiver: int) -> bool:
+        """Whether that part travels as a message."""
+        if self.dtype not in CODED or not (self.activation or self.kind == "swap"):
+            return False
+        return self.sizes[sender][receiver] >= SMALL_MESSAGE
+
+
+def programs(seed: int, ranks: int, length: int) -> list[Call]:
+    """A random program."""
+    draw = random.Random(seed)
+    found = []
+    for i in range(length):
+        kind = draw.choice(KINDS)
+        dtype = draw.choice(DTYPES)
+        if kind == "average" and dtype is torch.int64:
+            dtype = torch.float32  # gloo has no averages of integers
+        if kind == "all-to-all":
+            sizes = tuple(
+                tuple(draw.choice((0, *SIZES)) for _ in range(ranks)) for _ in range(ranks)
+            )
+        else:
+            sizes = ((draw.choice(SIZES),) * ranks,) * ranks
+        then = draw.randrange(4)
+        found.append(Call(kind, 1000 * i + seed, sizes, dtype, draw.random() < 0.7, then))
+    return found
+
+
+def start(
+    call: Call, rank: int, group: Any
+) -> tuple[Any, list[Tensor], list[Tensor], list[Tensor]]:
+    """Start a call: its work, inputs, outputs, and what these must become."""
+    W = len(call.sizes)
+    everything = [call.inputs(r) for r in range(W)]
+    mine = everything[rank]
+
+    def arrives(sender: int, receiver: int) -> Tensor:
+        t = everything[sender][receiver]
+        return coded(t) if call.is_coded(sender, receiver) else t
+
+    inputs = [t.clone() for t in mine]
+    if call.kind in ("all-reduce", "average"):
+        out = torch.cat(inputs)
+        op = dist.ReduceOp.SUM if call.kind == "all-reduce" else dist.ReduceOp.AVG
+        expected = _sum(call, everything, W)
+        return dist.all_reduce(out, op, group=group, async_op=True), [], [out], [expected]
+    if call.kind == "all-gather":
+        out = torch.empty(W, len(inputs[0]), dtype=call.dtype)
+        work = all_gather(out.view(-1), inputs[0], group=group, async_op=True)
+        expected = torch.stack([arrives(r, 0) for r in range(W)]).to(call.dtype)
+        return work, inputs, [out], [expected]
+    if call.kind == "reduce-scatter":
+        out, whole = torch.empty(len(inputs[0]), dtype=call.dtype), torch.cat(inputs)
+        work = reduce_scatter(out, whole, group=group, async_op=True)
+        expected = added([arrives(r, rank) for r in range(W)]).to(call.dtype)
+        return work, [whole], [out], [expected]
+    if call.kind == "all-to-all":
+        arriving = [row[rank] for row in call.sizes]
+        out, whole = torch.empty(sum(arriving), dtype=call.dtype), torch.cat(inputs)
+        leaving = [*call.sizes[rank]]
+        work = dist.all_to_all_single(out, whole, arriving, leaving, group=group, async_op=True)
+        expected = torch.cat([arrives(r, rank).to(call.dtype) for r in range(W)])
+        return work, [whole], [out], [expected]
+    if call.kind == "swap":
+        after, before = (rank + 1) % W, (rank - 1) % W
+        out = torch.empty(call.sizes[before][rank], dtype=call.dtype)
+        operations = [
+            dist.P2POp(dist.isend, inputs[after], group=group, group_peer=after),
+            dist.P2POp(dist.irecv, out, group=group, group_peer=before),
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return works, inputs, [out], [arrives(before, rank).to(call.dtype)]
+    return dist.barrier(group=group, async_op=True), [], [], []
+
+
+def _sum(call: Call, everything: Sequence[list[Tensor]], W: int) -> Tensor:
+    rows = [torch.cat(row) for row in everything]
+    divisor = W if call.kind == "average" else 1
+    if not call.is_coded(0, 0):
+        return (added(rows) / divisor if divisor > 1 else added(rows)).to(call.dtype)
+    total = added([coded(row) for row in rows]) / divisor
+    return (total if W == 2 else coded(total)).to(call.dtype)
+
+
+def wrong(program: list[Call], rank: int, group: Any) -> str:
+    """What a program gets wrong on this rank; empty if nothing."""
+    flying: list[tuple[Call, Any, list[Tensor], list[Tensor], list[Tensor]]] = []
+    done: list[tuple[Call, list[Tensor], list[Tensor]]] = []
+    draw = random.Random(len(program))  # the same order on all ranks
+
+    def land(at: int) -> None:
+        call, work, inputs, outputs, expected = flying.pop(at)
+        for one in work if isinstance(work, list) else [work]:
+            one.wait()
+        for t in inputs:
+            t.fill_(77)  # nobody needs them any more
+        done.append((call, outputs, expected))
+
+    for call in program:
+        with tagc.activations() if call.activation else nullcontext():
+            flying.append((call, *start(call, rank, group)))
+        while len(flying) > call.then:
+            land(draw.randrange(len(flying)))
+    while flying:
+        land(draw.randrange(len(flying)))
+    for call, outputs, expected in done:
+        for out, wanted in zip(outputs, expected, strict=True):
+            if not torch.equal(out, wanted):
+                off = (out.double() - wanted.double()).abs().max().item()
+                return f"{call}: {off:.3g} off"
+    return ""
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("seeds", [range(6), slow(range(6, 150))], ids=str)
+def test_random_programs(rank: int, world_size: int, seeds: range) -> None:
+    group = mesh_of(world_size).get_group()
+
+    def fails(calls: list[Call]) -> bool:
+        return anywhere(wrong(calls, rank, group))
+
+    for seed in seeds:
+        program = programs(seed, world_size, 12)
+        if fails(program):
+            smallest = shrunk(program, fails)
+            raise AssertionError(f"{smallest}\n{wrong(smallest, rank, group)}")

@@ -1,24 +1,34 @@
-"""FSDP2's own hybrid sharding: a mesh with a replicated dimension, over which tagc averages."""
+"""Copies of a sharded model: FSDP2's own hybrid sharding, and replicas that tagc is given."""
 
 from __future__ import annotations
 
-import warnings
+import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
-from support.replicated_net import of_replicas, wrapped
-from support.small_net import local_weights, loss_of, net, train
+from support.marks import slow
+from support.replicated_net import of_replicas, two_by_two, wrapped
+from support.small_net import local_grads, local_weights, loss_of, net, train
+from support.states import shared_folder
 from tagc.attach import fsdp2, fsdp2_collectives
 
+CODECS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"kind": "dense", "wire": "bfloat16"},
+    "quantized": {"kind": "quantized", "bits": 8, "block": 32},
+    "sketch": {"kind": "sketch", "density": 0.4},
+}
 QUANTIZED = {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 NAMES = ("copies", "shards")
@@ -31,9 +41,7 @@ def hybrid(policy: dict[str, Any] | None = None) -> tuple[Any, Any]:
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh)
     if policy is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # units as small as these may well cost more compressed
-            tagc.wrap(model, {"schema": 1, **policy})
+        wrap(model, {"schema": 1, **policy})
     return model, mesh["copies"]
 
 
@@ -44,8 +52,6 @@ def micro_batches(model: Any, rank: int, steps: int) -> list[torch.Tensor]:
         for micro in range(2):
             model.set_requires_all_reduce(micro == 1)
             loss_of(model, rank, 2 * step + micro).backward()
-            if micro == 0:
-                assert all(p.grad is None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     return list(local_weights(model).values())
@@ -53,13 +59,14 @@ def micro_batches(model: Any, rank: int, steps: int) -> list[torch.Tensor]:
 
 @on_ranks(4)
 def test_without_a_rule_replicas_are_averaged_as_they_are(rank: int, world_size: int) -> None:
-    model, _ = hybrid({"gradients": [DENSE]})
-    native, _ = hybrid()
+    model, native = hybrid({"gradients": [DENSE]})[0], hybrid()[0]
     torch.testing.assert_close(
         micro_batches(model, rank, 2), micro_batches(native, rank, 2), **EXACT
     )
     metrics = tagc.compressor(model).metrics()
     assert metrics.replica_wire_bytes == metrics.replica_dense_bytes > 0
+    given, _ = wrapped({"gradients": [DENSE]})
+    torch.testing.assert_close(train(given, rank, 3), train(hybrid()[0], rank, 3), **EXACT)
     tagc.compressor(model).remove()
     torch.testing.assert_close(
         micro_batches(model, rank, 1), micro_batches(native, rank, 1), **EXACT
@@ -79,22 +86,93 @@ def test_the_same_as_tagc_averages_over_replicas_that_it_is_given(
     assert mine == theirs
     assert 0 < mine.replica_wire_bytes < mine.replica_dense_bytes
     for weight in local_weights(model).values():
-        one, copy = of_replicas(weight, mesh)
-        torch.testing.assert_close(one, copy, **EXACT)
+        torch.testing.assert_close(*of_replicas(weight, mesh), **EXACT)
+
+
+@pytest.mark.some(1)
+@on_ranks(4)
+@pytest.mark.parametrize("codec", [c if c in ("quantized", "sketch") else slow(c) for c in CODECS])
+def test_replicas_stay_equal_and_close_to_dense(rank: int, world_size: int, codec: str) -> None:
+    rule = {"when": {"name": "*.weight"}, "codec": CODECS[codec]}
+    model, mesh = wrapped({"gradients": [DENSE], "replicas": [rule]})
+    dense, _ = wrapped({"gradients": [DENSE]})
+    train(model, rank, 6)
+    train(dense, rank, 6)
+    exact = local_weights(dense)
+    for name, weight in local_weights(model).items():
+        torch.testing.assert_close(*of_replicas(weight, mesh), **EXACT)
+        if codec != "sketch":
+            torch.testing.assert_close(weight, exact[name], rtol=0.02, atol=0.002)
+    assert any(not torch.equal(w, exact[n]) for n, w in local_weights(model).items())
+    metrics = tagc.compressor(model).metrics()
+    rows = [r for r in tagc.compressor(model).plan().rows if r.direction == "replicas"]
+    # Thresholds are agreed once.
+    once = 2 * 4 * 3 if codec == "sketch" else 0
+    planned = 6 * sum(row.wire_bytes for row in rows)
+    assert planned <= metrics.replica_wire_bytes <= planned + once
+    assert metrics.unresolved == 0
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("off", [False, True], ids=["", "switched off"])
+def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int, off: bool) -> None:
+    """As what waits on a host: it cannot be saved, and a load or the user drops it."""
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rule = {"when": {"name": "*weight"}, "codec": codec, "feedback": {"kind": "none"}}
+    with mock.patch.dict(os.environ, {"TAGC_DISABLE": str(int(off))}):
+        model, _ = wrapped({"gradients": [rule], "replicas": [rule]})
+    compressor = tagc.compressor(model)
+    state = compressor.state_dict()
+
+    def largest(of: Any) -> float:
+        loss_of(of, rank, 0).backward()
+        found = max(float(g.abs().sum()) for g in local_grads(of).values())
+        of.zero_grad()
+        return found
+
+    sums = []
+    with shared_folder() as folder:
+        compressor.save(folder)
+        for drop in (
+            compressor.drop_waiting,
+            lambda: compressor.load_state_dict(state),
+            lambda: compressor.load(folder),
+        ):
+            model.set_requires_all_reduce(False)
+            (1000 * loss_of(model, rank, 0)).backward()
+            kind, text = fails(compressor.state_dict)
+            assert (kind, "micro-batches that wait" in text) == ("RuntimeError", True), text
+            drop()
+            model.zero_grad()
+            model.set_requires_all_reduce(True)
+            sums.append(largest(model))
+            compressor.load_state_dict(state)
+    expected = torch.tensor(largest(two_by_two()[0]))
+    dist.all_reduce(expected, dist.ReduceOp.MAX)
+    assert max(sums) < 2 * float(expected)
 
 
 @on_ranks(4)
 def test_what_is_refused(rank: int, world_size: int) -> None:
-    """Replicas that are said twice; units with other replicas than the rest."""
+    """Replicas that are given twice, or not at all; units with other replicas than the rest."""
     model, copies = hybrid()
-    kind, said = fails(lambda: tagc.wrap(model, "loco-4bit", replicas=copies))
-    assert (kind, "leave replicas out" in said) == ("ValueError", True)
     mixed = net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     fully_shard(mixed.first, mesh=mesh)
     fully_shard(mixed, mesh=mesh["shards"])
-    kind, said = fails(lambda: tagc.wrap(mixed, "loco-4bit"))
-    assert (kind, "replicated over different ranks" in said) == ("ValueError", True)
+    sharded, _ = two_by_two()
+    rules = {"schema": 1, "gradients": [DENSE], "replicas": [QUANTIZED]}
+    for call, expected, message in (
+        (
+            lambda: tagc.wrap(model, "loco-4bit", replicas=copies),
+            "ValueError",
+            "leave replicas out",
+        ),
+        (lambda: tagc.wrap(mixed, "loco-4bit"), "ValueError", "replicated over different ranks"),
+        (lambda: tagc.wrap(sharded, rules), "PolicyError", 'replicas=mesh["replicate"]'),
+    ):
+        kind, text = fails(call)
+        assert (kind, message in text) == (expected, True), text
 
 
 def test_a_torch_whose_all_reduce_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +185,11 @@ def test_a_torch_whose_all_reduce_asks_nobody(monkeypatch: pytest.MonkeyPatch) -
         replicate_mesh_dim=0,
         shard_mesh_dim=1,
     )
-    said = fsdp2._in_one_dimension("blocks.0", info)
+    text = fsdp2._in_one_dimension("blocks.0", info)
     assert (
-        "'blocks.0' is sharded and replicated over a mesh of (dp_replicate=2, dp_shard=4)" in said
+        "'blocks.0' is sharded and replicated over a mesh of (dp_replicate=2, dp_shard=4)" in text
     )
-    assert said.splitlines()[1:] == [
+    assert text.splitlines()[1:] == [
         '    fully_shard(module, mesh=mesh["dp_shard"])',
         '    tagc.wrap(model, ..., replicas=mesh["dp_replicate"])',
     ]

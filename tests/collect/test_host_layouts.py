@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from support.distributed import as_on_nccl, on_ranks
 from tagc.collect.hosts import (
-    Hosts,
     RankOnHost,
     check_hosts,
     found_layout,
@@ -54,20 +53,15 @@ def test_hosts_are_equal_blocks_of_neighbours(names: str, ranks_per_host: int, w
 
 
 def test_only_ranks_of_the_group_count() -> None:
-    said = on("aabbaabb")
-    assert layout_of([0, 2, 4, 6], said, "auto", 8).ranks_per_host == 1
-    assert layout_of([0, 1, 2, 3], said, "auto", 8).ranks_per_host == 2
-    assert layout_of([0, 1, 6, 7], said, "auto", 8).ranks_per_host == 2
-
-
-def test_none_and_a_single_rank_are_flat() -> None:
+    hosts = on("aabbaabb")
+    for ranks, expected in (([0, 2, 4, 6], 1), ([0, 1, 2, 3], 2), ([0, 1, 6, 7], 2), ([3], 1)):
+        assert layout_of(ranks, hosts, "auto", 8).ranks_per_host == expected
     assert layout_of([0, 1, 2, 3], {}, None, 4).ranks_per_host == 1
-    assert layout_of([3], {}, "auto", 4).ranks_per_host == 1
     assert layout_of([3], {}, 2, 4).ranks_per_host == 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said", "why"),
+    ("ranks", "text", "why"),
     [
         ([2, 3, 0, 1], on("aabb"), "ascending order"),
         ([0, 1, 2, 3], on("aabb", groups="1121"), "different numbers of process groups"),
@@ -76,31 +70,28 @@ def test_none_and_a_single_rank_are_flat() -> None:
     ],
 )
 def test_what_groups_cannot_be_made_of(
-    ranks: list[int], said: dict[int, RankOnHost], why: str
+    ranks: list[int], text: dict[int, RankOnHost], why: str
 ) -> None:
     """Found by themselves, hosts are left out then; asked for, that is an error."""
-    layout = layout_of(ranks, said, "auto", len(said))
+    layout = layout_of(ranks, text, "auto", len(text))
     assert layout.ranks_per_host == 1
     assert why in layout.why
     with pytest.raises(ValueError, match=why):
-        layout_of(ranks, said, 2, len(said))
+        layout_of(ranks, text, 2, len(text))
 
 
-@pytest.mark.parametrize(("hosts", "why"), [(3, "does not divide the 4 ranks"), (4, "single host")])
-def test_hosts_that_do_not_fit(hosts: int, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"hosts={hosts}.*{why}.*hosts=None"):
-        layout_of([0, 1, 2, 3], on("aabb"), hosts, 4)
-
-
-@pytest.mark.parametrize("hosts", [0, -2, True, 2.0, "2", "all"])
-def test_what_hosts_can_be(hosts: Hosts) -> None:
-    with pytest.raises(ValueError, match=r"it must be 'auto', None, or the number of ranks"):
-        check_hosts(hosts)
+def test_hosts_that_do_not_fit() -> None:
+    for hosts, why in ((3, "does not divide the 4 ranks"), (4, "single host")):
+        with pytest.raises(ValueError, match=rf"hosts={hosts}.*{why}.*hosts=None"):
+            layout_of([0, 1, 2, 3], on("aabb"), hosts, 4)
+    for wrong in (0, -2, True, 2.0, "2", "all"):
+        with pytest.raises(ValueError, match="it must be 'auto', None, or the number of ranks"):
+            check_hosts(wrong)  # type: ignore[arg-type]
 
 
 def test_a_host_is_its_name_and_its_boot() -> None:
-    said = "from tagc.collect.hosts import host_identity; print(host_identity())"
-    other = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    text = "from tagc.collect.hosts import host_identity; print(host_identity())"
+    other = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_identity()
     with patch("socket.gethostname", lambda: "elsewhere"):
         assert host_identity() != other.stdout.strip()
@@ -119,14 +110,14 @@ def test_a_backend_that_splits_takes_two_calls(rank: int, world_size: int) -> No
         made = [dist.new_group(part) for part in parts]
         return next(group for group in made if isinstance(group, dist.ProcessGroup))
 
-    said = {rank: RankOnHost("a", splits=True) for rank in range(world_size)}
+    text = {rank: RankOnHost("a", splits=True) for rank in range(world_size)}
     with (
         as_on_nccl(),
         patch.object(type(world._get_backend(cpu)), "supports_splitting", True),
         patch.object(dist, "split_group", split),
         patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
     ):
-        groups = host_groups(world, 2, cpu, said)
+        groups = host_groups(world, 2, cpu, text)
     assert calls == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     host, place = divmod(rank, 2)
     assert dist.get_process_group_ranks(groups.inside) == [2 * host, 2 * host + 1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from support.distributed import on_ranks
 from support.host_reducers import host_reducer, in_two_levels
 from support.units import codec_plan, gathered, normal, reduce
 from tagc.plan import UnitPlan, build_plan, bytes_inside
-from tagc.policy import Policy, PolicyError
+from tagc.policy import Policy
 
 SUM = dist.ReduceOp.SUM
 OWING = {"kind": "quantized", "bits": 4, "block": 64}
@@ -69,12 +71,15 @@ def outcome(rank: int, plan: UnitPlan) -> list[Tensor]:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("micro", [False, True])
-def test_what_is_rounded_by_chance_is_right_on_average(
-    rank: int, world_size: int, micro: bool
-) -> None:
+def test_what_is_rounded_by_chance_is_right_on_average(rank: int, world_size: int) -> None:
     """Of steps, and of micro-batches that wait: none rounds as another did."""
-    plan, repeats = plan_of(world_size, "int8"), 64
+    for micro in (False, True):
+        check_average(rank, micro)
+
+
+def check_average(rank: int, micro: bool) -> None:
+    world_size, repeats = 4, 64
+    plan = plan_of(world_size, "int8")
     buffers = normal(world_size, plan.columns, 0)
     exact = buffers.double().sum(0)[rank]
     once = conserved(rank, plan, buffers[rank], 1, micro=False) - exact
@@ -117,15 +122,11 @@ def test_the_warm_up_is_added_up_as_it_is(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("inside", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_what_is_not_finite_stays_so(
-    rank: int, world_size: int, inside: str, dtype: torch.dtype
-) -> None:
-    plan = plan_of(world_size, inside, dtype=dtype)
-    # Two bytes are no fewer than two.
-    assert (plan.inside is None) == (inside == "bfloat16" and dtype.itemsize == 2)
-    for value in (torch.nan, torch.inf):
+def test_what_is_not_finite_stays_so(rank: int, world_size: int) -> None:
+    for inside, dtype, value in product(FORMS, (torch.float32, torch.bfloat16), (nan, inf)):
+        plan = plan_of(world_size, inside, dtype=dtype)
+        # Two bytes are no fewer than two.
+        assert (plan.inside is None) == (inside == "bfloat16" and dtype.itemsize == 2)
         buffers = torch.ones(world_size, world_size, plan.columns, dtype=dtype)
         buffers[1, :, 40] = value
         with host_reducer(rank, plan) as reducer:
@@ -135,17 +136,15 @@ def test_what_is_not_finite_stays_so(
         assert out[256:].isfinite().all()
 
 
-def test_a_policy_says_it_once():
+def test_a_policy_says_it_once() -> None:
     rule = {"when": {"role": "mlp"}, "codec": OWING}
     plain = Policy.load({"schema": 1, "gradients": [rule]})
-    said = {i: Policy.load({"schema": 1, "gradients": [rule], "inside": i}) for i in FORMS}
+    asked = [Policy.load({"schema": 1, "gradients": [rule], "inside": i}) for i in FORMS]
     # What was there before has the hash that it had.
     assert Policy.load({"schema": 1, "gradients": [rule], "inside": "native"}).hash == plain.hash
-    assert len({plain.hash, *(policy.hash for policy in said.values())}) == 3
+    assert len({plain.hash, *(policy.hash for policy in asked)}) == 3
     extended = Policy.load({"schema": 1, "extends": "hosts", "inside": "int8"})
     assert (extended.inside, Policy.load("hosts").inside) == ("int8", "native")
-    with pytest.raises(PolicyError, match="inside: unknown value 'int4'; did you mean 'int8'"):
-        Policy.load({"schema": 1, "gradients": [rule], "inside": "int4"})
 
 
 @pytest.mark.parametrize(

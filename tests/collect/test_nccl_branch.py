@@ -25,7 +25,6 @@ from support.distributed import as_on_nccl, on_ranks
 from support.paths import ROOT
 from support.small_net import local_weights
 from support.uneven_block import Block
-from tagc.attach import levels
 from tagc.costs import Link, no_time
 from tagc.costs.auto import FastestChoice
 from tagc.handle import wrapper
@@ -160,23 +159,6 @@ def test_on_a_fast_link_the_calls_are_fsdps_own(rank: int, world_size: int, way:
     assert len(dist.distributed_c10d._world.pg_map) == before
     for name, tensor in weights.items():
         assert torch.equal(forced[name], tensor), name
-
-
-@on_ranks(4)
-def test_a_dense_policy_makes_no_groups(rank: int, world_size: int) -> None:
-    with as_on_nccl(), patch.object(levels, "host_groups") as made:
-        trained(rank, "dense", "hosts")
-    assert not made.called
-
-
-@on_ranks(2)
-def test_gathers_that_a_policy_leaves_alone_are_fsdps_own(rank: int, world_size: int) -> None:
-    """There are no headers to compare first."""
-    model: Any = fully_shard(Block())
-    with as_on_nccl():
-        wrap(model, "loco-4bit", hosts=None)
-    (group,) = model._get_fsdp_state()._fsdp_param_groups
-    assert type(group._all_gather_comm).__module__.startswith("torch.")
 
 
 @pytest.mark.slow

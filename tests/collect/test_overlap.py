@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
@@ -27,51 +26,37 @@ from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.collect.gatherer import UnitGatherer
 
-CODECS: dict[str, dict[str, Any]] = {
-    "quantized": {"kind": "quantized", "bits": 4, "block": 32},
-    # Its counts are in flight until the unit's next step.
-    "sketch": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"},
-}
-
-
-QUANTIZED = CODECS["quantized"]
+QUANTIZED: dict[str, Any] = {"kind": "quantized", "bits": 4, "block": 32}
+# Its counts are in flight until the unit's next step.
+SKETCH: dict[str, Any] = {"kind": "sketch", "density": 0.3, "symbol": "int8x4"}
+INT8 = QUANTIZED | {"bits": 8}
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 REDUCES, GATHERS = (
     ("encode", "exchange", "decode"),
     ("encode parameters", "gather parameters", "decode parameters"),
 )
 INSIDE, SHARES = "add inside the host", "share parameters inside the host"
-# Other ways that traffic takes under FSDP2: ranks, four of them on two hosts; codecs; what a unit
-# does at once, without another in between. (The root compresses nothing, and has only what is
-# inside of hosts.)
+ON_HOSTS = {(INSIDE, "exchange"), (INSIDE, *REDUCES)}
+# Ways that traffic takes: ranks, four of them on two hosts; codecs; what a unit does at once,
+# without another in between. (The root compresses nothing, and has only what is inside of hosts.)
 WAYS: dict[str, tuple[int, dict[str, Any], set[tuple[str, ...]]]] = {
-    "parameters": (
-        2,
-        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
-        {REDUCES, GATHERS},
-    ),
-    "hosts": (4, {"gradients": QUANTIZED}, {(INSIDE, "exchange"), (INSIDE, *REDUCES)}),
-    "inside": (
-        4, {"gradients": QUANTIZED, "inside": "int8"}, {(INSIDE, "exchange"), (INSIDE, *REDUCES)}
-    ),
+    "gradients": (2, {"gradients": QUANTIZED}, {REDUCES}),
+    "sketches": (2, {"gradients": SKETCH}, {REDUCES}),
+    "FSDP1": (2, {"gradients": QUANTIZED}, {REDUCES}),
+    "sketches in FSDP1": (2, {"gradients": SKETCH}, {REDUCES}),
+    "parameters": (2, {"gradients": QUANTIZED, "parameters": INT8}, {REDUCES, GATHERS}),
+    "hosts": (4, {"gradients": QUANTIZED}, ON_HOSTS),
+    "sketches of hosts": (4, {"gradients": SKETCH}, ON_HOSTS),
+    "inside": (4, {"gradients": QUANTIZED, "inside": "int8"}, ON_HOSTS),
     "delta": (
         4,
         {"gradients": QUANTIZED, "parameters": QUANTIZED | {"kind": "delta"}},
-        {(INSIDE, "exchange"), (INSIDE, *REDUCES), (*GATHERS, SHARES), (SHARES,)},
+        {*ON_HOSTS, (*GATHERS, SHARES), (SHARES,)},
     ),
-    "parameters of hosts": (
-        4,
-        {"gradients": QUANTIZED, "parameters": QUANTIZED | {"bits": 8}},
-        {(INSIDE, "exchange"), (INSIDE, *REDUCES), GATHERS},
-    ),
-    "sketches of hosts": (
-        4,
-        {"gradients": CODECS["sketch"]},
-        {(INSIDE, "exchange"), (INSIDE, *REDUCES)},
-    ),
+    "parameters of hosts": (4, {"gradients": QUANTIZED, "parameters": INT8}, {*ON_HOSTS, GATHERS}),
     "replicas in one shot": (2, {"replicas": QUANTIZED}, {REDUCES}),
     "replicas in two shots": (3, {"replicas": QUANTIZED}, {(*REDUCES, "second shot")}),
-}  # fmt: skip
+}
 
 
 class Notes:
@@ -174,24 +159,17 @@ def policy(**codecs: Any) -> dict[str, Any]:
     return made
 
 
-def noted(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
+def noted(rank: int, way: str, mixed_up: bool = False) -> Notes:
+    ranks, codecs, _ = WAYS[way]
     with noting(mixed_up) as notes:
-        model = sharded()
-        tagc.wrap(model, policy(gradients=codec))
-        for step in range(3):
-            loss_of(model, rank, step).backward()
-    return notes
-
-
-def noted_on_ways(rank: int, way: str, mixed_up: bool = False) -> Notes:
-    with noting(mixed_up) as notes:
-        options = {}
-        ranks, codecs, _ = WAYS[way]
-        if "replicas" in codecs:
+        if "FSDP1" in way:
+            model = fsdp1_net.sharded()
+        elif "replicas" in codecs:
             # FSDP2's own hybrid sharding.
             mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "shards"))
-            options = {"mesh": mesh}
-        model = sharded(**options)
+            model = sharded(mesh=mesh)
+        else:
+            model = sharded()
         tagc.wrap(model, policy(**codecs), hosts=2 if ranks == 4 else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(3):
@@ -201,146 +179,56 @@ def noted_on_ways(rank: int, way: str, mixed_up: bool = False) -> Notes:
     return notes
 
 
-def noted_on_fsdp1(rank: int, codec: dict[str, Any], mixed_up: bool) -> Notes:
-    with noting(mixed_up) as notes:
-        model = fsdp1_net.sharded()
-        tagc.wrap(model, policy(gradients=codec))
-        for step in range(3):
-            loss_of(model, rank, step).backward()
-    return notes
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("trained", [noted, noted_on_fsdp1], ids=["FSDP2", "FSDP1"])
-def test_a_unit_waits_for_its_own_collectives_only(trained, codec):
-    for notes in run_ranks(trained, 2, CODECS[codec], False):
-        assert notes.waits
-        assert notes.foreign == []
-        ways = ["encode", "encode ends", "exchange", "exchange ends", "decode", "decode ends"]
-        units = [unit for _, unit in notes.parts[:: len(ways)]]
-        # One after the other on their one stream, in the order of the backward.
-        assert notes.parts == [(way, unit) for unit in units for way in ways]
-        assert units == ["second", "first.2", "first"] * 3
-
-
-def test_a_wait_for_another_unit_would_be_seen():
-    for trained in (noted, noted_on_fsdp1):
-        for notes in run_ranks(trained, 2, CODECS["quantized"], True):
-            assert notes.foreign
-    for notes in run_ranks(noted_on_ways, 4, "delta", True):
-        assert notes.foreign
-
-
-@pytest.mark.some(4)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("way", WAYS)
-def test_on_other_ways_as_well(way):
+def test_a_unit_waits_for_its_own_collectives_only(way: str) -> None:
     ranks, _, at_once = WAYS[way]
-    for notes in run_ranks(noted_on_ways, ranks, way):
+    for notes in run_ranks(noted, ranks, way):
         assert notes.waits
         assert notes.foreign == []
         assert {tuple(parts) for _, parts in notes.calls} == at_once
-        # Nothing begins before what began earlier has ended.
+        # Nothing begins before what began earlier has ended: one after the other on a stream.
         begins, ends = notes.parts[::2], notes.parts[1::2]
         assert ends == [(f"{what} ends", unit) for what, unit in begins]
-
-
-def test_a_block_is_gathered_before_the_reduction_that_it_need_not_wait_for():
-    """FSDP asks for the next block's parameters first, and gets them on another stream."""
-    for notes in run_ranks(noted_on_ways, 2, "parameters"):
         of_a_step = [unit for unit, _ in notes.calls[: len(notes.calls) // 3]]
-        assert of_a_step == [
-            # forward
-            "parameters first", "parameters first.2", "parameters second",
-            # backward
-            "parameters second", "parameters first", "gradients second",
-            "parameters first.2", "gradients first.2", "gradients first",
-        ]  # fmt: skip
-        assert notes.calls == notes.calls[: len(of_a_step)] * 3
+        if at_once == {REDUCES} and "gradients" in WAYS[way][1]:
+            assert of_a_step == [f"gradients {unit}" for unit in ("second", "first.2", "first")]
+        if way == "parameters":
+            # FSDP asks for the next block's parameters first, and gets them on another stream: a
+            # block is gathered before the reduction that it need not wait for.
+            assert of_a_step == [
+                # forward
+                "parameters first", "parameters first.2", "parameters second",
+                # backward
+                "parameters second", "parameters first", "gradients second",
+                "parameters first.2", "gradients first.2", "gradients first",
+            ]  # fmt: skip
 
 
-class Streams:
-    """A device's streams, which note what they wait for."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self.notes, self._current = notes, Stream("compute", notes)
-
-    def current_stream(self) -> Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        outer, self._current = self._current, stream
-        yield
-        self._current = outer
-
-
-class Stream:
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self._notes = name, notes
-
-    def wait_stream(self, other: Stream) -> None:
-        self._notes.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        return f"an event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self._notes.append(f"{self.name} waits for {event}")
+def test_a_wait_for_another_unit_would_be_seen() -> None:
+    for way in ("gradients", "delta"):
+        for notes in run_ranks(noted, WAYS[way][0], way, True):
+            assert notes.foreign
 
 
 @on_ranks(2)
-def test_an_unshard_in_advance_runs_beside_the_computation(rank: int, world_size: int) -> None:
-    """`unshard(async_op=True)` gathers on FSDP's stream, and what it returns joins it."""
-    model = sharded()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        tagc.wrap(model, policy(parameters=QUANTIZED | {"bits": 8}))
-    (group,) = model.second._get_fsdp_state()._fsdp_param_groups
-    gather, streams = group._all_gather_comm, Streams([])
-    fsdps = Stream("all-gather", streams.notes)
-    param_group = SimpleNamespace(
-        comm_ctx=SimpleNamespace(device_handle=streams, all_gather_stream=fsdps),
-        _training_state=SimpleNamespace(name="IDLE"),
-    )
-
-    def gathered(*args: Any) -> None:
-        streams.notes.append(f"gathers on {streams.current_stream().name}")
-
-    with (
-        patch.object(gather, "_param_group", param_group),
-        patch.object(gather, "_gather", gathered),
-    ):
-        out = torch.empty(2, 1)
-        assert gather(out, out[0], dist.group.WORLD) is None
-        work = gather(out, out[0], dist.group.WORLD, async_op=True)
-        streams.notes.append("computes")
-        work.wait()
-    assert isinstance(work, dist.Work)
-    assert streams.notes == [
-        "gathers on compute",
-        "all-gather waits for compute", "gathers on all-gather",
-        "computes",
-        "compute waits for an event of all-gather",
-    ]  # fmt: skip
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("began", [False, True])
-def test_an_unshard_in_advance_has_the_same_bits(rank: int, world_size: int, began: bool) -> None:
+def test_an_unshard_in_advance_has_the_same_bits(rank: int, world_size: int) -> None:
     """Before FSDP's first forward, when it has no streams, and later."""
     model = sharded()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        tagc.wrap(model, policy(parameters=QUANTIZED | {"bits": 8}))
-    if began:
-        loss_of(model, rank, 0).backward()
-    model.second.unshard()
-    expected = [p.clone() for p in model.second.parameters()]
-    model.second.reshard()
-    handle = model.second.unshard(async_op=True)
-    handle.wait()
-    for found, whole in zip(model.second.parameters(), expected, strict=True):
-        assert torch.equal(found, whole)
+        tagc.wrap(model, policy(parameters=INT8))
+    for began in (False, True):
+        if began:
+            loss_of(model, rank, 0).backward()
+        model.second.unshard()
+        expected = [p.clone() for p in model.second.parameters()]
+        model.second.reshard()
+        handle = model.second.unshard(async_op=True)
+        handle.wait()
+        for found, whole in zip(model.second.parameters(), expected, strict=True):
+            assert torch.equal(found, whole)
+        model.second.reshard()
 
 
 def late(original: Any) -> Any:
@@ -353,10 +241,10 @@ def late(original: Any) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ["quantized", "sketch"])
-def test_what_arrives_late_is_waited_for(rank: int, world_size: int, codec: str) -> None:
+@pytest.mark.parametrize("codec", [QUANTIZED, SKETCH], ids=["quantized", "sketch"])
+def test_what_arrives_late_is_waited_for(rank: int, world_size: int, codec: dict[str, Any]) -> None:
     """Messages and cells before they are decoded, counts before they steer the thresholds."""
-    plan = codec_plan(world_size, CODECS[codec])
+    plan = codec_plan(world_size, codec)
     in_time, at_last = unit_reducer(plan), unit_reducer(plan)
     starts = {name: late(getattr(Transport, name)) for name in ("all_to_all", "all_reduce")}
     for step in range(3):

@@ -21,7 +21,7 @@ from tagc.codecs.sketch import SketchPlan
 from tagc.codecs.sketch.threshold import Steer
 from tagc.collect import UnitReducer
 from tagc.ops import Ops
-from tagc.ops.symbols import SYMBOLS, Symbol
+from tagc.ops.symbols import Symbol
 from tagc.plan import UnitPlan
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -152,40 +152,6 @@ def counts_at_steering() -> Iterator[list[Tensor]]:
 
     with patch.object(Steer, "bound", bound):
         yield seen
-
-
-@pytest.mark.some(3)
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("symbol", SYMBOLS)
-def test_density_one_rounds_to_the_step(rank: int, world_size: int, symbol: str) -> None:
-    """Every rank rounds by half a step at most, so the average is off by half a step at most."""
-    plan = unit_plan(world_size, density=(1.0, 1.0), symbol=symbol)
-    reducer = unit_reducer(plan)
-    total = torch.zeros(plan.columns, dtype=torch.float64)
-    exact = torch.zeros_like(total)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        shape = (world_size, world_size, plan.columns)
-        buffers = torch.rand(shape, generator=generator) * 2 - 1
-        total += reduce(reducer, buffers[rank])
-        exact += buffers[:, rank].double().mean(0)
-        for i, segment in enumerate(plan.of(SketchPlan)):
-            assert isinstance(segment.codec, SketchPlan)
-            levels, size = quantizer(segment.codec.symbol, reducer, i, rank)
-            # Nothing saturates here, and the step is worth testing: the bound is no truism.
-            assert 2.5 < levels * size < 2.0**16
-            # float32 rounds x, what stays, and the output.
-            bound = size / 2 + (step + 1) * 4 * 2**-24
-            span = slice(segment.start, segment.stop)
-            # What earlier steps rounded away was in the residual and went out since.
-            assert ((total - exact).abs() <= bound)[span].all()
-    assert tagc_density(reducer) == 1.0
-
-
-def tagc_density(reducer: UnitReducer) -> float:
-    from tagc.handle.metrics import collect
-
-    return collect([reducer]).density
 
 
 # Training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,24 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
-from support.compiled import compiling
 from support.distributed import run_ranks
-from support.launching import Echo
-from support.marks import slow
 from support.small_net import loss_of, sharded
-from tagc.codecs.workspace import Workspace
-from tagc.collect import GatherSetup, MessageGatherer, UnitReducer, rehearse
-from tagc.collect.gatherer import Phase
-from tagc.collect.transport import SilentGroup, SilentTransport
-from tagc.ops import Ops, compiles_ahead, get_ops, reference
-from tagc.plan import UnitInfo, UnitParam, build_plan
+from tagc.collect import rehearse
+from tagc.ops import Ops, get_ops, reference
 from tagc.selfcheck import Call, Recorder
 from tagc.selfcheck.calls import OPERATORS
 
 WEIGHTS = {"name": ["first*weight", "second*weight", "head.weight"]}
 RESIDUAL = {"kind": "residual"}
+DENSE = {"when": {}, "codec": {"kind": "dense"}}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
     "quantized": (
         {"kind": "quantized", "bits": 4, "block": 32},
@@ -85,9 +79,14 @@ def idle() -> Ops:
     return cast(Ops, SimpleNamespace(**operators, **prepare))
 
 
-def called(rank: int, policy: Any, hosts: int | None = None) -> tuple[set[Call], set[Call]]:
+def called(
+    rank: int, policy: Any, hosts: int | None = None, copies: int = 1
+) -> tuple[set[Call], set[Call]]:
     """In three steps of training, and in the rehearsal of their plan."""
     model = sharded()
+    if copies > 1:
+        names = ("copies", "shards")
+        model = sharded(mesh=init_device_mesh("cpu", (copies, 1), mesh_dim_names=names))
     recorder = Recorder(get_ops("cpu", "reference"))
     with pytest.MonkeyPatch.context() as patch:
         for module in ("collectives", "readiness"):
@@ -119,85 +118,10 @@ def test_a_rehearsal_calls_what_training_calls(name):
         assert trained == rehearsed
 
 
-def test_a_rehearsal_calls_what_ranks_of_a_host_call():
+def test_a_rehearsal_calls_what_hosts_and_replicas_call():
     inside = policy("quantized") | {"inside": "int8"}
-    for trained, rehearsed in run_ranks(called, 4, inside, 2):
-        assert {call.operator for call in trained} >= {"quantize", "dequantize"}
-        assert trained == rehearsed
-
-
-def launched(step: Any) -> set[tuple[str, str]]:
-    """Kernels that a step would launch, as they are compiled."""
-    with compiling(90) as found:
-        step()
-    return {(k.name, k.ptx) for k in found}
-
-
-@pytest.mark.parametrize("name", ["groups", slow("sketch")])
-def test_what_a_rehearsal_compiles_is_all_that_a_step_launches(name):
-    """Kernels differ by what is aligned: rows and messages of all segments lie as they will."""
-    gradients, feedback, _ = RULES[name]
-    shapes = {"first.weight": (32, 64), "bias": (32,), "second.weight": (16, 64)}
-    params = tuple(
-        UnitParam(name=param, shape=shape, columns=math.prod(shape) // 2)
-        for param, shape in shapes.items()
-    )
-    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=params)
-    rule = {"when": WEIGHTS, "codec": gradients, "feedback": feedback}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        plan = build_plan([info], tagc.Policy.load({"schema": 1, "gradients": [rule]}))
-    (unit,) = plan.units
-    ops = get_ops("cuda", "triton")
-    cpu = torch.device("cpu")
-    reducer = UnitReducer(unit, ops, cpu, Workspace(cpu), seed=0, connect=Echo)
-    grad, out = (torch.empty(n * unit.columns, dtype=torch.bfloat16) for n in (2, 1))
-    ranks: Any = SilentGroup(2)
-
-    assert compiles_ahead(ops)
-
-    def rehearsal() -> None:
-        with ops.compiling_only():
-            rehearse(plan, ops)
-
-    def step() -> None:
-        for _ in range(2):  # the first one steers no thresholds
-            reducer.reduce(out, grad, ranks, dist.ReduceOp.AVG)
-
-    compiled = launched(rehearsal)
-    assert compiled == launched(step)
-    assert len(compiled) >= 5
-
-
-def test_a_rehearsal_compiles_the_gathers_of_every_rank():
-    """Of ranks with odd numbers, too, whose rows of FSDP's output are not aligned here."""
-    params = [
-        UnitParam(name=name, shape=(2 * columns, 1), columns=columns)
-        for name, columns in (("first.weight", 2048), ("bias", 1))
-    ]
-    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=tuple(params))
-    plan = build_plan([], tagc.Policy.load(policy("quantized")), gathers=[info])
-    ops, cpu, (unit,) = get_ops("cuda", "triton"), torch.device("cpu"), plan.parameters
-    assert compiles_ahead(ops)
-
-    def rehearsal() -> None:
-        with ops.compiling_only():
-            rehearse(plan, ops)
-
-    def gather(rank: int) -> None:
-        setup = GatherSetup(
-            plan=unit, ops=ops, device=cpu, workspace=Workspace(cpu), connect=SilentTransport
-        )
-        group: Any = SilentGroup(2)
-        out = torch.empty(2, unit.columns, dtype=torch.bfloat16)
-        MessageGatherer(setup).gather(out.view(-1), out[rank], group, Phase.FORWARD)
-
-    def variants(step: Any) -> set[int]:
-        # Also of those that differ in what Triton knows of alignment, but not in what they do.
-        with compiling(90) as found:
-            step()
-        return {id(kernel) for kernel in found}
-
-    compiled, ranks = variants(rehearsal), [variants(lambda r=r: gather(r)) for r in range(2)]
-    assert ranks[0] != ranks[1]
-    assert ranks[0] | ranks[1] == compiled
+    averaged = {"schema": 1, "gradients": [DENSE], "replicas": policy("quantized")["gradients"]}
+    for ranks, *given in ((4, inside, 2), (3, averaged, None, 3)):
+        for trained, rehearsed in run_ranks(called, ranks, *given):
+            assert {call.operator for call in trained} >= {"quantize", "dequantize"}
+            assert trained == rehearsed

@@ -6,7 +6,6 @@ work with it, and its block may be another stream's by then.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 import tagc
 from parity.model import loss_of as token_loss
 from support import replicated_net
-from support.block_net import net, sharded
+from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
 from support.marks import slow
 from support.paths import ROOT
 from support.small_net import loss_of
-from support.states import POLICIES, wrapped
+from support.states import POLICIES, QUANTIZED, wrapped
 from tagc.codecs.workspace import Workspace
-from tagc.collect import NoiseGauge
 from tagc.collect.replay import Replay
 
 SHIPPED = sorted(file.stem for file in (ROOT / "policies").glob("*.yaml"))
@@ -104,33 +102,16 @@ def check(model: nn.Module, rank: int, loss: Callable[..., Tensor]) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("policy", [p if p in QUICK else slow(p) for p in (*SHIPPED, *POLICIES)])
 def test_state_stays_where_it_is(rank: int, world_size: int, policy: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # units as small as these may well cost more compressed
-        if policy in SHIPPED:
-            model, loss = tagc.wrap(sharded(net()), shipped(policy)), token_loss
-        else:
-            model, loss = wrapped(POLICIES[policy]), loss_of
-    check(model, rank, loss)
+    if policy in SHIPPED:
+        check(wrap(sharded(net()), shipped(policy)), rank, token_loss)
+    else:
+        check(wrapped(POLICIES[policy]), rank, loss_of)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", ["inside", slow("changes")])
-def test_on_hosts(rank: int, world_size: int, policy: str) -> None:
-    check(wrapped(POLICIES[policy], hosts=2), rank, loss_of)
-
-
-@on_ranks(4)
-def test_across_replicas(rank: int, world_size: int) -> None:
-    codec = {"kind": "quantized", "bits": 4, "block": 32}
+def test_on_hosts_and_across_replicas(rank: int, world_size: int) -> None:
+    check(wrapped(POLICIES["inside"], hosts=2), rank, loss_of)
     feedback = {"kind": "residual", "lead": 0.5}
-    rule = {"when": {"name": "*.weight"}, "codec": codec, "feedback": feedback}
+    rule = {"when": {"name": "*.weight"}, "codec": QUANTIZED, "feedback": feedback}
     model, _ = replicated_net.wrapped({"gradients": [rule], "replicas": [rule]})
     check(model, rank, loss_of)
-
-
-def test_a_tensor_that_is_replaced_is_seen() -> None:
-    gauge = NoiseGauge(torch.zeros(1, 2))
-    before = dict(tensors_of([gauge], set()))
-    assert list(before) == [".0.sums", ".0.agreed", ".0.agreed_at"]
-    gauge.agreed = gauge.agreed + 1
-    assert moved(before, dict(tensors_of([gauge], set()))) == [".0.agreed"]

@@ -4,8 +4,7 @@ planned."""
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from torch import Tensor
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.units import codec_plan, gathered, matrix_plan, on_grid, reduce, unit_reducer
-from tagc.codecs.workspace import Workspace
-from tagc.collect import UnitReducer, rehearse
-from tagc.ops import get_ops
-from tagc.plan import Plan, UnitPlan, bytes_in_step, in_two_shots, slices_of
-from tagc.selfcheck import Recorder
+from tagc.collect import UnitReducer
+from tagc.plan import UnitPlan, in_two_shots, slices_of
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized": {"kind": "quantized", "bits": 4, "block": 32},
@@ -106,75 +102,3 @@ def test_what_is_not_finite_is_seen_by_all_copies(rank: int, world_size: int, co
             expected[block : block + length] = expected[norm] = True
         torch.testing.assert_close(lost, expected)
         assert bool(owed(reducer).isfinite().all())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "feedback",
-    [
-        {"kind": "none"},
-        {"kind": "residual"},
-        {"kind": "average", "beta": 0.5, "reset_steps": 3, "dtype": "bfloat16"},
-        {"kind": "residual", "lead": 0.5},
-    ],
-)
-def test_every_feedback_goes_on_from_its_state(
-    rank: int, world_size: int, feedback: dict[str, Any]
-) -> None:
-    """What a reducer tells, given to another one, makes it go on with the same bits; and owners
-    keep a slice each of what all copies would keep whole in one shot."""
-    kind, more = feedback["kind"], {k: v for k, v in feedback.items() if k != "kind"}
-    plan = planned(world_size, "quantized", kind, **more)
-    reducer, other = unit_reducer(plan), unit_reducer(plan)
-    for step in range(4):
-        reduce(reducer, on_grid(world_size, plan.columns, step)[rank, 0], AVG)
-    other.load_state(reducer.state())
-    own, of_sums = other.residuals, other.owner_residuals
-    for mine, theirs in (
-        (own, reducer.residuals),
-        (of_sums, reducer.owner_residuals),
-        (other.owner_states, reducer.owner_states),
-    ):
-        assert mine.keys() == theirs.keys()
-        for start, stored in mine.items():
-            stored.copy_(theirs[start])
-            assert stored.any()
-    stored = (*own.values(), *of_sums.values(), *other.owner_states.values())
-    assert bool(own) == bool(of_sums) == (kind != "none")
-    assert bool(other.owner_states) == ("lead" in feedback)
-    planned_bytes = sum(map(plan.stored_bytes, plan.segments))
-    assert planned_bytes == sum(t.numel() * t.element_size() for t in stored)
-    for step in range(4, 7):
-        grad = on_grid(world_size, plan.columns, step)[rank, 0]
-        torch.testing.assert_close(reduce(reducer, grad), reduce(other, grad), **EXACT)
-
-
-@on_ranks(2)
-def test_the_warm_up_is_one_all_reduce(rank: int, world_size: int) -> None:
-    codec = CODECS["matrix"] | {"warmup_steps": 2}
-    plan = in_two_shots(matrix_plan(2, codec, direction="replicas"))
-    reducer = unit_reducer(plan)
-    for step in range(3):
-        buffers = on_grid(world_size, plan.columns, step)[:, 0]
-        out = reduce(reducer, buffers[rank], AVG)
-        assert torch.equal(out, buffers.mean(0)) == (step < 2)
-    dense, compressed = plan.dense_bytes(plan.columns), sum(bytes_in_step(plan))
-    assert reducer.wire_bytes == 2 * dense + compressed
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("codec", ["quantized", "matrix"])
-def test_a_rehearsal_calls_what_steps_call(rank: int, world_size: int, codec: str) -> None:
-    """So that whatever they launch is compiled before the first one."""
-    plan, cpu = planned(world_size, codec), torch.device("cpu")
-    trained, rehearsed = (Recorder(get_ops(cpu, "reference")) for _ in range(2))
-    reducer = UnitReducer(plan, trained.ops, cpu, Workspace(cpu), seed=0)
-    trained.calls.clear()
-    for step in range(2):
-        reduce(reducer, on_grid(world_size, plan.columns, step)[rank, 0])
-    rehearse(
-        cast(Plan, SimpleNamespace(units=(), parameters=(), replicas=(plan,), gloo=True)),
-        rehearsed.ops,
-    )
-    assert set(rehearsed.calls) == set(trained.calls)
-    assert len(trained.calls) >= 4

@@ -108,19 +108,10 @@ def test_the_callback_looks_where_the_user_says(
     assert calls[-1] == ("load", tmp_path / "given" / "tagc")
 
 
-def test_the_callback_goes_on_from_a_dense_checkpoint(
-    callback: Any, calls: Calls, tmp_path: Path
-) -> None:
-    state = SimpleNamespace(global_step=5, stateful_callbacks={})
-    Trainer(callback(), tmp_path, state=state).call("on_train_begin")
-    # It is there that nothing is found, and that a warning says so.
-    assert calls[-1] == ("load", tmp_path / "checkpoint-5" / "tagc")
-
-
-def trial(**said: Any) -> Any:
+def trial(**more: Any) -> Any:
     """The state in a hyperparameter search."""
     about = {"global_step": 0, "trial_name": None, "trial_params": {"learning_rate": 0.1}}
-    return SimpleNamespace(stateful_callbacks={}, **{**about, **said})
+    return SimpleNamespace(stateful_callbacks={}, **{**about, **more})
 
 
 def test_the_callback_follows_trials_of_a_search(
@@ -218,14 +209,14 @@ def test_the_callback_refuses_what_it_cannot_do(
     made = callback_class(monkeypatch)
     with pytest.raises(ValueError, match=r"nor put it into Distributed.*torchrun.*fsdp=True"):
         Trainer(made(), tmp_path).call("on_train_begin")
-    for args, said in (
+    for args, text in (
         (
             {"max_grad_norm": 1.0},
             r"clips gradients to 1\.0.*set TrainingArguments\(max_grad_norm=0",
         ),
         ({"fp16": True}, r"fp16=True scales.*bf16=True"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             Trainer(made(max_grad_norm=1.0), tmp_path, **args).call("on_train_begin")
     assert not calls
 
@@ -312,11 +303,6 @@ def test_a_checkpoint_without_residuals_is_a_warning(
         assert not residuals.load_residuals(nn.Module(), lambda: tmp_path / "none")
     assert residuals.load_residuals(nn.Module(), lambda: tmp_path)
     assert handle.asked == [("refresh",), ("load", tmp_path)]
-
-
-def test_only_wrapped_models_have_any() -> None:
-    with pytest.raises(ValueError, match="not wrapped"):
-        residuals.save_residuals(nn.Module(), "there")
 
 
 @on_ranks(2)

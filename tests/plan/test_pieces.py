@@ -43,23 +43,6 @@ def test_the_example_of_the_docstring() -> None:
     ]
 
 
-def test_fsdp2() -> None:
-    """FSDP2 cuts the first dimension: (5, 3) over 4 ranks is 2 rows, 2 rows, 1 row and nothing."""
-    params = (
-        UnitParam(name="w", shape=(5, 3), columns=6),
-        UnitParam(name="b", shape=(4,), columns=1),
-    )
-    info = UnitInfo(name="unit", params=params, world_size=4, dtype=torch.float32)
-    assert columns_of(info, params) == 7
-    found = [(p.param, p.offset, p.length, p.row, p.column) for p in param_slices(info, params)]
-    assert found == [
-        ("w", 0, 6, 0, 0),
-        ("w", 6, 6, 1, 0),
-        ("w", 12, 3, 2, 0),
-        *(("b", row, 1, row, 6) for row in range(4)),
-    ]
-
-
 def block_plan() -> UnitPlan:
     """A block whose first and last quarter are quantized, the others dense, on 4 ranks."""
     sizes = {"attn.wq": 400, "attn.bias": 10, "norm.weight": 390, "mlp.fc1": 800}

@@ -114,8 +114,8 @@ def test_what_goes_in_one_shot(codec: dict[str, Any], more: dict[str, Any], why:
     plan = planned(4, codec, **more)
     (unit,) = plan.replicas
     assert unit.shots is None
-    (said,) = [note for note in plan.notes if "in one shot" in note]
-    assert why in said
+    (text,) = [note for note in plan.notes if "in one shot" in note]
+    assert why in text
     with pytest.raises(ValueError, match="cannot go in two shots"):
         in_two_shots(unit)
 

@@ -41,16 +41,16 @@ def test_every_dense_row_has_its_reason():
         {"when": {"role": "embedding"}, "codec": {"kind": "dense"}},
         {"when": {"role": ["attention", "mlp"]}, "codec": {"kind": "quantized"}},
     )
-    said = why(plan)
-    assert said.pop("embed_tokens.weight") == "rule gradients[0]"
+    text = why(plan)
+    assert text.pop("embed_tokens.weight") == "rule gradients[0]"
     for i in range(2):
-        assert said.pop(f"layers.{i}.mlp.up_proj.weight") == ""
-        assert said.pop(f"layers.{i}.self_attn.q_proj.weight") == (
+        assert text.pop(f"layers.{i}.mlp.up_proj.weight") == ""
+        assert text.pop(f"layers.{i}.self_attn.q_proj.weight") == (
             "4,096 elements < 16,384: see min_numel"
         )
-        assert said.pop(f"layers.{i}.self_attn.q_proj.bias") == "one dimension: no rule names it"
-        assert said.pop(f"layers.{i}.input_layernorm.weight") == "no rule for its role"
-    assert not said
+        assert text.pop(f"layers.{i}.self_attn.q_proj.bias") == "one dimension: no rule names it"
+        assert text.pop(f"layers.{i}.input_layernorm.weight") == "no rule for its role"
+    assert not text
 
 
 def test_what_codec_auto_left_dense():
@@ -68,15 +68,15 @@ def test_compressing_nothing_is_answered_with_number_and_key(tmp_path: Path):
     }
     with pytest.raises(tagc.PolicyError) as caught:
         tagc.explain(lora | {"norm.weight": (512,)}, "one-bit", world_size=2)
-    said = str(caught.value)
-    assert "selects any of the 9 parameters" in said
-    assert "lora_B.default.weight (attention, and 3 more): 8,192 elements < 16,384" in said
-    assert "lora_A.default.weight (attention, and 3 more): 4,096 elements < 16,384" in said
-    assert "norm.weight (norm): no rule for its role" in said
-    assert "write `min_numel: 4096` under `when`" in said
+    text = str(caught.value)
+    assert "selects any of the 9 parameters" in text
+    assert "lora_B.default.weight (attention, and 3 more): 8,192 elements < 16,384" in text
+    assert "lora_A.default.weight (attention, and 3 more): 4,096 elements < 16,384" in text
+    assert "norm.weight (norm): no rule for its role" in text
+    assert "write `min_numel: 4096` under `when`" in text
     # The file below compresses all adapters, in FSDP and in DDP.
     file = tmp_path / "lora.yaml"
-    file.write_text(said.partition(":\n")[2])
+    file.write_text(text.partition(":\n")[2])
     assert file.read_text().startswith("schema: 1\nextends: one-bit\ngradients: [{when: {")
     for ddp in (False, True):
         plan = tagc.explain(lora, file, world_size=2, ddp=ddp)
@@ -89,12 +89,12 @@ def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
     named = {f"layers.{i}.mine.weight": (512, 512) for i in range(3)}
     with pytest.raises(tagc.PolicyError) as caught:
         tagc.explain(named, "attn-only", world_size=2)
-    said = str(caught.value)
-    assert "compresses nothing in this model" in said
-    assert "to send all as bfloat16, keep only that rule; to compress nothing" in said
-    assert "none of its rules (gradients[0], parameters[0]) selects any of the 3" in said
-    assert "layers.0.mine.weight (other, and 2 more): no rule for its role" in said
-    assert "under `roles` in a policy that extends this one" in said
+    text = str(caught.value)
+    assert "compresses nothing in this model" in text
+    assert "to send all as bfloat16, keep only that rule; to compress nothing" in text
+    assert "none of its rules (gradients[0], parameters[0]) selects any of the 3" in text
+    assert "layers.0.mine.weight (other, and 2 more): no rule for its role" in text
+    assert "under `roles` in a policy that extends this one" in text
     half = {"when": {}, "codec": {"kind": "dense", "wire": "bfloat16"}}
     tagc.explain(named, {"schema": 1, "gradients": [half]}, world_size=2)
 

@@ -140,8 +140,8 @@ class _Pool:
         self.kill()
         raise RanksError(
             "\n".join(
-                f"rank {rank}: {'returned' if ok else said}"
-                for rank, (ok, said) in enumerate(answers)
+                f"rank {rank}: {'returned' if ok else text}"
+                for rank, (ok, text) in enumerate(answers)
             )
         )
 

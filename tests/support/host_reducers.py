@@ -42,8 +42,8 @@ def host_reducer(rank: int, plan: UnitPlan, **options: Any) -> Iterator[UnitRedu
     """
     cpu, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None
-    said = gather_by_rank([group], {rank: RankOnHost.mine()})
-    groups = host_groups(group, RANKS_PER_HOST, cpu, said)
+    places = gather_by_rank([group], {rank: RankOnHost.mine()})
+    groups = host_groups(group, RANKS_PER_HOST, cpu, places)
     dist.barrier()  # or a rank may release its groups while another still connects them
     yield UnitReducer(
         plan,

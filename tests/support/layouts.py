@@ -39,10 +39,10 @@ class Layout:
     replicas: int = 1
 
     def __str__(self) -> str:
-        said = f"{self.api} {self.data}"
-        said += f" hosts-of-{self.per_host}" if self.per_host else ""
-        said += f" tensor-{self.tensor}" if self.tensor else ""
-        return said + (f" replicas-{self.replicas}" if self.replicas > 1 else "")
+        text = f"{self.api} {self.data}"
+        text += f" hosts-of-{self.per_host}" if self.per_host else ""
+        text += f" tensor-{self.tensor}" if self.tensor else ""
+        return text + (f" replicas-{self.replicas}" if self.replicas > 1 else "")
 
     @property
     def ranks(self) -> int:
