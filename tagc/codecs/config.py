@@ -78,6 +78,11 @@ class CodecConfig(Strict):
         return True
 
     @property
+    def selects(self) -> bool:
+        """Whether the codec leaves elements below a threshold of the segment for later."""
+        return False
+
+    @property
     def shares_support(self) -> bool:
         """Whether all ranks should send the groups that a shard's owner chose."""
         return False

@@ -152,9 +152,7 @@ class _Sample:
         param = UnitParam(name="sample", shape=(_RANKS * numel,), columns=numel)
         info = UnitInfo(name="sample", params=(param,), world_size=_RANKS, dtype=dtype)
         resized = codec.resized(numel)
-        segment = Segment(
-            start=0, stop=numel, params=(param,), role="sample", rule=None, codec=resized
-        )
+        segment = Segment(start=0, stop=numel, params=(param,), rule=None, codec=resized)
         direction = "parameters" if codec.of_changes else "gradients"
         unit = UnitPlan(direction=direction, info=info, segments=(segment,))
         self._store, self._ops = Store(device, Workspace(device)), ops

@@ -152,12 +152,10 @@ def build_plan(
 
 @dataclass
 class _Run:
-    """The parameters of one segment."""
+    """The parameters of one segment; ``kind`` is what they have in common."""
 
     rule: int | None
-    role: str
-    frozen: bool = False
-    duplicated: bool = False
+    kind: tuple[object, ...]
     params: list[UnitParam] = field(default_factory=list)
 
 
@@ -185,16 +183,16 @@ def _plan_unit(
         # Nor duplicates with parameters that tensor parallelism divides: tensor-parallel ranks
         # would scale the duplicates, or select from them, differently.
         duplicated = param.duplicate is not None and index is not None
-        kind = info.role, frozen, duplicated
-        last = [run for run in runs[-1:] if (run.role, run.frozen, run.duplicated) == kind]
+        # A codec that selects has a threshold for each segment, and roles differ in scale.
+        selects = index is not None and rules[index].codec.selects
+        kind = index, frozen, duplicated, info.role if selects and unit.flat is None else None
         # A flat buffer is rearranged anyway, so parameters of one rule need not be adjacent.
-        run = next((r for r in (last if unit.flat is None else runs) if r.rule == index), None)
+        near = runs[-1:] if unit.flat is None else runs
+        run = next((r for r in near if r.kind == kind), None)
         if run is None:
-            run = _Run(rule=index, role=info.role, frozen=frozen, duplicated=duplicated)
+            run = _Run(rule=index, kind=kind)
             runs.append(run)
         run.params.append(param)
-        if run.role != info.role:
-            run.role = "mixed"
 
     def with_bits(bits: int) -> UnitPlan:
         segments: list[Segment] = []
@@ -207,7 +205,6 @@ def _plan_unit(
                     start=start,
                     stop=stop,
                     params=tuple(run.params),
-                    role=run.role,
                     rule=run.rule,
                     codec=_plan_segment(rule, unit, run.params, stop - start, bits),
                 )

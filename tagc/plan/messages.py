@@ -33,14 +33,12 @@ class Segment:
     """Columns ``start`` to ``stop`` of a unit, sent by one codec.
 
     Attributes:
-        role: the role of its parameters; ``mixed`` if they differ, as they may in a flat buffer.
         rule: index of the rule that selects them; None if no rule does.
     """
 
     start: int
     stop: int
     params: tuple[UnitParam, ...]
-    role: str
     rule: int | None
     codec: CodecPlan
 

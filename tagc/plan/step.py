@@ -25,7 +25,6 @@ def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPl
             start=0,
             stop=columns,
             params=info.params,
-            role="other",
             rule=None,
             codec=DensePlan(numel=columns, wire=info.dtype),
         )

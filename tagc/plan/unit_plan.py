@@ -1,9 +1,10 @@
 """The plan of one unit in one direction: its segments, and the bytes that they send and store.
 
 FSDP's reduce-scatter buffer is ``[W, S]``, and a parameter occupies the same columns in each row;
-the same holds for the all-gather's buffer. Adjacent parameters with the same rule and role form a
-*segment*, which one codec compresses. FSDP1 cuts its buffer into rows regardless of parameters (see
-:mod:`tagc.plan.param_slices`), and all parameters with the same rule form a segment.
+the same holds for the all-gather's buffer. Adjacent parameters with the same rule (and role, if the
+codec selects) form a *segment*, which one codec compresses. FSDP1 cuts its buffer into rows
+regardless of parameters (see :mod:`tagc.plan.param_slices`), and all parameters with the same rule
+form a segment.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "caught.md"
 FAST = "not slow and not device and not gpu and not network and not recipes"
-# Golden files and records tell that something changed, not that it is wrong.
-IGNORED = ("tests/golden",)
 # As `make test` runs them: without a path, so that kernels are compiled before the workers start.
 EVERYTHING = ("-n", "2", "--dist", "loadgroup")
 # Folders at the top of the repository that are packages inside `tagc`.
@@ -118,10 +116,9 @@ def copy_to(folder: Path) -> Path:
 
 def failures(copy: Path, tests: Sequence[str], *options: str) -> list[str]:
     """The tests that fail in a copy of the repository."""
-    ignored = [f"--ignore={copy / path}" for path in IGNORED]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
     done = subprocess.run(
-        [*command, "-m", FAST, *ignored, *options, *tests],
+        [*command, "-m", FAST, *options, *tests],
         cwd=copy,
         env=os.environ | {"PYTHONPATH": str(copy)},
         capture_output=True,

@@ -47,6 +47,11 @@ class SketchConfig(CodecConfig):
     """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
 
     @property
+    def selects(self) -> bool:
+        """See :attr:`CodecConfig.selects`."""
+        return True
+
+    @property
     def shares_support(self) -> bool:
         return self.support == "shared"
 

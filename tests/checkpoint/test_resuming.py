@@ -1,17 +1,19 @@
-"""A training that stops in its middle, for every shipped policy, and the step after that; for sites
-the steps until all has been exchanged once more.
+"""A run that resumes has the bits of one that went on, for every shipped policy: those of the step
+after a checkpoint; for sites of the steps until all has been exchanged once more.
 
 The gradient of a weight ``w`` is ``c + w / 2``, with a constant ``c`` of the rank and the step, and
-``w`` as it was gathered: no sum in it, and so the same bits on every machine.
+``w`` as it was gathered.
 """
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
 import tagc
-from golden.inputs import content, digest, fixed
-from support.distributed import run_ranks
+from support.distributed import on_ranks
 from support.small_net import local
+from support.states import shared_folder
 from tagc.costs import Link, Speed, auto, speed_key
 from tagc.handle.handle import Handle
 
@@ -42,10 +44,14 @@ DELAYED = {
 }
 SHIPPED = {name: tagc.Policy.load(name) for name in tagc.policies()}
 CASES = dict(sorted((SHIPPED | {"sites, delayed": tagc.Policy.load(DELAYED)}).items()))
-RANKS = 2
-FORMATS = ("files", "dcp")
 # Steps of a policy after its warm-up, or after two exchanges between sites.
 COMPRESSED = 3
+
+
+def fixed(shape: torch.Size, *seed: object) -> Tensor:
+    """Numbers that depend on ``seed`` alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+    return torch.randn(shape, generator=generator)
 
 
 class Block(nn.Module):
@@ -144,26 +150,12 @@ class Training:
         if form == "files":
             self.handle.load(folder / "files")
 
-    def hashes(self) -> tuple[str, str, str]:
-        """SHA-256 of this rank's gradients, weights, and state; counted bytes are not in it."""
-        parameters: list[Any] = [p for _, p in self.model.named_parameters()]
-        state = {
-            name.partition(".rank_")[2].partition(".")[2]: tensor
-            for name, tensor in self.handle.state_dict().items()
-        }
-        # A gatherer's counters are bytes; a reducer's begin with steps.
-        hashed = {
-            name: tensor
-            for name, tensor in state.items()
-            if not (name.startswith("about") or "bytes" in name)
-            and not (name.startswith("unit.parameters.") and name.endswith(".counters"))
-        }
-        counted = {n: hashed.pop(n)[:3] for n in list(hashed) if n.endswith(".counters")}
-        return (
-            digest(content(local(p.grad)) for p in parameters),
-            digest(content(local(p)) for p in parameters),
-            digest(n.encode() + content(t) for n, t in sorted((hashed | counted).items())),
-        )
+    def found(self) -> dict[str, Tensor]:
+        """Gradients, weights, and all of the state."""
+        found = dict(self.handle.state_dict())
+        for name, param in self.model.named_parameters():
+            found |= {f"weight {name}": local(param), f"gradient {name}": local(param.grad)}
+        return found
 
 
 class SiteTraining(Training):
@@ -194,28 +186,26 @@ def _training(case: str) -> Training:
     return Training(policy) if policy.sites is None else SiteTraining(policy)
 
 
-def _train(rank: int, folder: Path) -> None:
-    for case in CASES:
+def train_on(training: Training, rank: int) -> dict[str, Tensor]:
+    """What comes after a checkpoint."""
+    for step in range(training.stop, training.stop + training.more):
+        training.step(rank, step)
+    return training.found()
+
+
+@on_ranks(2, timeout=240)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_resumes(rank: int, world_size: int, case: str) -> None:
+    with shared_folder() as folder:
         training = _training(case)
         for step in range(training.stop):
             training.step(rank, step)
-        training.save(folder / case)
-
-
-def _resume(rank: int, folder: Path, form: str) -> dict[str, str]:
-    found = {}
-    for case in CASES:
-        training = _training(case)
-        training.load(folder / case, form)
-        for step in range(training.stop, training.stop + training.more):
-            training.step(rank, step)
-        found[f"{case} | rank {rank}"] = " ".join(training.hashes())
-    return found
-
-
-def resumed(folder: Path, form: str) -> dict[str, str]:
-    """Hashes by policy and rank, of what comes after a checkpoint in a format."""
-    if not folder.exists():
-        run_ranks(_train, RANKS, folder, timeout=240)
-    ranks = run_ranks(_resume, RANKS, folder, form, timeout=240)
-    return {case: found for of_rank in ranks for case, found in of_rank.items()}
+        training.save(folder)
+        expected = train_on(training, rank)
+        for form in ("files", "dcp"):
+            resumed = _training(case)
+            resumed.load(folder, form)
+            found = train_on(resumed, rank)
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(found[name], tensor), (form, name)
