@@ -194,7 +194,7 @@ def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     assert suites.main(["host", *args]) == 0
     (found,) = map(json.loads, record.read_text().splitlines())
     assert 0 < found["share"] < 1
-    # Two segments in 32 blocks and two in the root: 4 launches in a reduction, 4 in a gather, and 2
-    # in a backward that reads its messages again. The root needs one gather.
-    assert found["tagc_started"] == 32 * 10 + 8
+    # One segment in 32 blocks: 2 launches in a reduction, 2 in a gather, and 1 in a backward that
+    # reads its messages again; and 2 fingerprints. Two segments in the root, which gathers once.
+    assert found["tagc_started"] == 32 * 7 + 8
     assert "| hybrid |" in capsys.readouterr().out

@@ -244,7 +244,7 @@ def one_of(rank: int) -> Any:
         ({"every": 8, "fragments": 2, "delay": 4}, "begins, 4 steps later (every / fragments)"),
         ({"every": 2, "fragments": 3}, "sites.fragments: 3 fragments cannot be due at different"),
         ({"alpha": 1}, "sites.alpha: must be less than 1"),
-        ({"outer": {"rate": 0}}, "sites.outer.rate: must be greater than or equal to 1e-06"),
+        ({"outer": {"rate": 0}}, "sites.outer.rate: must be greater than or equal to 0.000001"),
         ({"evry": 3}, "sites.evry"),
     ],
 )
