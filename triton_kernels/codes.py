@@ -88,7 +88,7 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
     one = tl.full(s.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(scale != 0, s, one))
     # A code of minus zero, which x = -0 has in a block with a scale, leaves +0; rounded by an
-    # addition it is +0. Adding minus zero changes nothing. It is spelled in bits because Triton
+    # addition it is +0. Adding minus zero changes nothing. It is written in bits because Triton
     # before 3.9 reads -0.0 as 0.
     minus_zero = tl.full(scale.shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     zero = tl.where(scale != 0, 0.0, minus_zero)

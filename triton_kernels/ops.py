@@ -55,5 +55,6 @@ __all__ = [
 
 
 def recorded(operator: Callable[..., object]) -> Recorded | None:
-    """See :meth:`tagc.ops.DeviceOps.recorded`. Triton's interpreter compiles nothing."""
+    """See :meth:`tagc.ops.implementations.DeviceOps.recorded`. Triton's interpreter compiles
+    nothing."""
     return None if INTERPRETED else Recorded(operator)

@@ -1,4 +1,4 @@
-"""Integrations: the only files that know the internals of FSDP."""
+"""Integrations: the only files that know the internals of FSDP, DDP and torchft."""
 
 from tagc.attach.changes import OptimizerSteps
 from tagc.attach.frozen import FrozenValues, ShardValues, look_at_frozen, with_specials

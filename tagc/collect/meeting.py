@@ -68,10 +68,10 @@ class Meeting:
             mine["result"] = do()
         except Exception as error:
             failure, mine["error"] = error, f"{type(error).__name__}: {error}"
-        said, complaint = {self._rank: mine}, self._lost
+        answers, complaint = {self._rank: mine}, self._lost
         if complaint is None:
             try:
-                said, complaint = self._meet(mine)
+                answers, complaint = self._meet(mine)
             except RuntimeError as error:
                 complaint = self._lost = (
                     f"{self._doing} failed on rank {self._rank}: the store of the process group "
@@ -82,7 +82,7 @@ class Meeting:
             raise failure
         if complaint is not None:
             raise RuntimeError(complaint)
-        return {rank: answer["result"] for rank, answer in said.items()}
+        return {rank: answer["result"] for rank, answer in answers.items()}
 
     def _meet(self, mine: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], str | None]:
         """The answers that this rank knows, and the problem, the same on all ranks."""
@@ -100,16 +100,16 @@ class Meeting:
                 store.delete_key(read)
             return {self._rank: mine}, complaint
         keys = {rank: f"{self._count}/{rank}" for rank in self._others}
-        said = {self._rank: mine}
+        answers = {self._rank: mine}
         complaint = self._lost = self._missing(keys, PATIENCE)
         if self._lost is None:
-            said |= {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-            complaint = complaint_of(["progress"], said, self._doing, self._remedy)
+            answers |= {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+            complaint = complaint_of(["progress"], answers, self._doing, self._remedy)
             for key in keys.values():
                 store.delete_key(key)
         if keys:
             store.set(answer, json.dumps((complaint, self._lost)))
-        return said, complaint
+        return answers, complaint
 
     def _missing(self, keys: Mapping[int, str], patience: timedelta) -> str | None:
         """Wait until the ranks have set these keys. Return an error that names the ranks that did

@@ -1,7 +1,7 @@
 """Programs: what a unit launches, sends and waits for in one collective, in order.
 
 A program is pure data. It is made before training, without tensors, and is the same on all ranks;
-:class:`tagc.collect.Replay` binds it to tensors and runs it in every step. A program has no
+:class:`tagc.collect.replay.Replay` binds it to tensors and runs it in every step. A program has no
 branches: what a step decides selects another program. ``print(program)`` lists its steps.
 """
 

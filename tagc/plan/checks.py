@@ -246,13 +246,13 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     count = len({info.name for infos in found.values() for info in infos})
     # Begin with the parameters that a rule came nearest to: they need the smallest change.
     listed = sorted(found.items(), key=lambda item: (-item[0].near, -item[1][0].numel))
-    said = [
+    reasons = [
         f"{infos[0].name} ({infos[0].role}{f', and {len(infos) - 1} more' * (len(infos) > 1)}): "
         f"{miss.why}"
         for miss, infos in listed[:4]
     ]
     more = f"; and {len(listed) - 4} more reasons" if len(listed) > 4 else ""
-    text = f"{count} parameters. {'; '.join(said)}{more}"
+    text = f"{count} parameters. {'; '.join(reasons)}{more}"
     miss, infos = listed[0]
     if miss.near == Near.SMALL:
         small = [info for m, some in found.items() if m.near == Near.SMALL for info in some]
