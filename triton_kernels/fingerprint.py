@@ -46,7 +46,8 @@ def fingerprint_kernel(
         second += part * (2 * (word % _SECOND) + 1)
     total_first, total_second = tl.sum(first), tl.sum(second)
     if pid == 0:
-        bits = tl.load(x + words * LANES + lane, mask=lane < rest, other=0).to(tl.int64)
+        end = tl.cast(words, tl.int64) * LANES
+        bits = tl.load(x + end + lane, mask=lane < rest, other=0).to(tl.int64)
         left = tl.sum((bits << _SHIFT) * (2 * lane + 1))
         total_first += left
         total_second += left

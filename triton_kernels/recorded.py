@@ -111,7 +111,12 @@ class Recorded:
                     self._fixed.add(number)
             start = call.start if call.launch else partial(_without_stream, call.start)
             self._starts.append((start, arguments))
-        self.ready = bool(calls)
+        self.ready = bool(calls) and not _is_capturing()
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, whose buffers are its own: see :mod:`.scratch`."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _without_stream(function: Callable[..., object], *args: Any, stream: int) -> None:

@@ -173,6 +173,8 @@ class Replay:
         """
         if self._made_for != self._store.workspace.generation:
             self._take_scratch()
+        if self._store.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._forget_records()  # a graph has buffers of its own
         addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
         if addresses != self._addresses:
             for recorded, names in self._recorded if self._addresses else ():
@@ -260,9 +262,12 @@ class Replay:
             for place, (arguments, i, _, index, adapted, _) in self._scratch:
                 view = take(place)[index]
                 arguments[i] = view if adapted is None else adapted(view)
+        self._forget_records()
+        self._made_for = self._store.workspace.generation
+
+    def _forget_records(self) -> None:
         for recorded, _ in self._recorded:
             recorded.ready = False
-        self._made_for = self._store.workspace.generation
 
     def _explain(self, step: Step | None, error: RuntimeError) -> None:
         """Add what failed to an error of a launch; raise one that says it for a collective."""

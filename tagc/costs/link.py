@@ -44,7 +44,9 @@ def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
     """Traffic of a unit in a step of ``micro_batches`` backwards."""
     total = Traffic()
     for send, times in sends_in_step(unit, micro_batches):
-        sent = times * send.bytes_for(send.inp.numel)
+        columns = send.columns
+        numel = send.inp.numel if columns is None else sum(c.stop - c.start for c in columns)
+        sent = times * send.bytes_for(numel)
         total += Traffic(collectives=times, **{_way(send): sent})
     return total
 

@@ -285,7 +285,10 @@ class ElasticExchange(SiteExchange):
 
     def _put_back(self, flight: Flight) -> None:
         """Owe what this site owed before an exchange that does not count. If the site has the
-        averages, it is in doubt."""
+        averages, it is in doubt. Once only: what is loaded afterwards stays."""
+        if flight.restored:
+            return
+        flight.restored = True
         if flight.name:
             self._doubts[flight.name] = self._reducers.owed()
             flight.name = 0

@@ -61,6 +61,7 @@ class Flight:
         loaded: whether the averages come from a checkpoint.
         name: the exchange's name, the same in all sites, from when this site has its averages; 0
             before; only if sites come and go.
+        restored: whether what this site owed before is owed again, because it failed.
         check: raises if anchors differ; called when it is done.
         error: what it raised.
     """
@@ -69,6 +70,7 @@ class Flight:
     landing: int
     loaded: bool = False
     name: int = 0
+    restored: bool = False
     check: Callable[[], None] = lambda: None
     thread: threading.Thread | None = None
     event: torch.cuda.Event | None = None

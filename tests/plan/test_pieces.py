@@ -8,8 +8,10 @@ import warnings
 import pytest
 import torch
 
+from tagc.costs.link import traffic
 from tagc.plan import FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan, bytes_in_step
 from tagc.plan.param_slices import ParamSlice, columns_of, param_slices
+from tagc.plan.programs import sends_in_step
 from tagc.policy import Policy
 
 
@@ -57,6 +59,10 @@ def block_plan() -> UnitPlan:
 
 def test_only_what_an_owner_has_is_sent() -> None:
     unit = block_plan()
+    (send, _), *_ = sends_in_step(unit)
+    assert send.columns is not None
+    on_average = sum(map(send.bytes_of, range(4))) / 4
+    assert traffic(unit).all_to_all == on_average < send.bytes_for(send.inp.numel)
     quantized = unit.compressed[0].codec.words
     room = -(-quantized // 4) * 4
     spans = [(span.start, span.stop) for span in unit.messages.sent or ()]

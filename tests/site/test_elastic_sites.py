@@ -309,6 +309,20 @@ def test_a_parameter_that_is_not_finite(rank: int, world_size: int) -> None:
 BOTH = Round((0, 1))
 
 
+@on_ranks(2)
+def test_a_state_that_is_loaded_over_a_failed_flight(rank: int, world_size: int) -> None:
+    """What was owed before the flight is put back before the load, and not again after it."""
+    site = joined(rank, world_size, DELAYED)
+    train(site.model, site.optimizer, rank, range(4))
+    state = site.handle.state_dict()
+    assert any(state[name].any() for name in state if "in_flight" in name)
+    script = [BOTH, Round((0, 1), failed=1), *[BOTH] * 6]
+    again = joined(rank, world_size, DELAYED, run="again", script=script)
+    train(again.model, again.optimizer, rank, range(4))
+    again.handle.load_state_dict(state)
+    equal(again.handle.state_dict(), state)
+
+
 def clock(site: ElasticSite) -> list[int]:
     """Steps, and when averages in flight are applied, as saved."""
     (found,) = (t for k, t in site.handle.state_dict().items() if k.endswith("sites.steps"))
