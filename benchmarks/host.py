@@ -15,9 +15,11 @@ import argparse
 import importlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,13 +37,6 @@ about = "the host's time of a step, with kernels that do nothing; needs no GPU"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "thrifty")
 _LAYERS, _SETTLE = 32, 10
 _CPU = torch.device("cpu")
-
-
-class _Driver:
-    """Triton's driver for a device with one stream."""
-
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
 
 
 def measure(policy: str, steps: int) -> Record:
@@ -63,30 +58,20 @@ def measure(policy: str, steps: int) -> Record:
 
         return call
 
-    class Idle:
-        """A compiled kernel that does nothing."""
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return self.start
-
-        @staticmethod
-        def start(*arguments: Any, stream: int) -> None:
-            nonlocal started
-            started += 1
-
-    idle = Idle()
-
-    def start_nothing(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Idle:
+    def start_nothing(*args: Any, **options: Any) -> Any:
         nonlocal started
         started += 1
-        return idle
+        return idle  # a compiled kernel, which starts nothing on any grid
+
+    idle = defaultdict(lambda: start_nothing)
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
 
     with alone(8), ExitStack() as stack:
         # Functions: a mock's own `return_value` would take as long as what is measured.
         for place, name, instead in (
             (transport, "_is_gloo", lambda *_: False),
             (JITFunction, "run", start_nothing),
-            (recorded, "active_driver", lambda: _Driver),
+            (recorded, "active_driver", lambda: driver),
             (collectives, "get_ops", lambda *_: ops),
             (CustomAllGather, "__call__", timing(CustomAllGather.__call__)),
             (CustomReduceScatter, "__call__", timing(CustomReduceScatter.__call__)),

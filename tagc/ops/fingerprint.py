@@ -1,5 +1,5 @@
-"""The hash of sketches, dithers and their seeds, on tensors; and a fingerprint of a tensor, which
-detects changes without keeping a copy."""
+"""The hash of sketches, dithers and their seeds; and a fingerprint of a tensor, which detects
+changes without keeping a copy."""
 
 from __future__ import annotations
 

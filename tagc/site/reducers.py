@@ -39,10 +39,8 @@ class Owed:
 
     def in_shard(self) -> Tensor:
         """The residuals in the columns of the shard, ``[1, S]``; zeros where there are none."""
-        plan, some = (
-            self.plan,
-            next(iter(self.residuals.values()), torch.empty(0, dtype=torch.float32, device="cpu")),
-        )
+        plan, none = self.plan, torch.empty(0, dtype=torch.float32, device="cpu")
+        some = next(iter(self.residuals.values()), none)
         shard = some.new_zeros(1, plan.buffer_columns, dtype=torch.float32)
         if plan.shots is None:
             for start, residual in self.residuals.items():
