@@ -125,10 +125,10 @@ def trained(rank: int) -> tuple[str, list[str], list[str]]:
 
 def test_wrap_takes_the_kernels_after_a_check():
     for plan, compiled, checked in run_ranks(trained, 2):
-        assert "- kernels: 8 kinds of calls give the reference's bits (device cpu" in plan
-        assert set(compiled) == {"quantize", "dequantize"}
+        assert "- kernels: 14 kinds of calls give the reference's bits (device cpu" in plan
+        assert set(compiled) == {"quantize", "dequantize", "put_dense", "sum_dense"}
         # Two units with segments of their own sizes, wherever tensors lie.
-        assert len(checked) == 8 * len(PLACEMENTS)
+        assert len(checked) == 14 * len(PLACEMENTS)
 
 
 def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -> str:
@@ -191,7 +191,7 @@ def test_a_host_without_a_compiler_is_told_what_to_install(error: Exception):
 def without_a_compiler(rank: int, error: Exception) -> str:
     """What ranks say if the second one has none."""
 
-    def rehearse(*_: Any) -> None:
+    def rehearse(*_: Any, **options: Any) -> None:
         if rank == 1:
             raise error
 

@@ -61,8 +61,8 @@ def fingerprint_kernel(
             tl.store(before, total_first)
             tl.store(before + 1, total_second)
         else:
-            same = (total_first == tl.load(before)) & (total_second == tl.load(before + 1))
-            tl.store(changed, (same ^ 1).to(tl.int8))
+            if (total_first != tl.load(before)) | (total_second != tl.load(before + 1)):
+                tl.store(changed, 1)
 
 
 @on_device_of("x")

@@ -11,6 +11,7 @@ Messages, residuals and outputs have the same bits as those of the reference on 
 
 from collections.abc import Callable
 
+from .dense import get_dense, put_dense, sum_dense
 from .dequantize import dequantize
 from .fingerprint import fingerprint
 from .jit import INTERPRETED, compiling_only
@@ -37,6 +38,7 @@ __all__ = [
     "dequantize_matrix",
     "encode",
     "fingerprint",
+    "get_dense",
     "insert",
     "peel",
     "prepare",
@@ -44,12 +46,14 @@ __all__ = [
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
+    "put_dense",
     "quantize",
     "quantize_matrix",
     "recorded",
     "release",
     "select",
     "steer",
+    "sum_dense",
     "undo_lag",
 ]
 

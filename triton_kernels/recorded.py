@@ -55,33 +55,37 @@ class Recorded:
         Args:
             by: the distance in bytes, by number of the argument.
         """
-        if (
-            any(distance % _ALIGNED for distance in by.values())
-            or any(by.get(i, 0) for i in self._fixed)
-            or any(by.get(i, 0) != by.get(j, 0) for i, j in self._together)
-        ):
-            self.ready = False
+        for number, distance in by.items():
+            if distance % _ALIGNED or (distance and number in self._fixed):
+                self.ready = False
+        for i, j in self._together:
+            if by.get(i, 0) != by.get(j, 0):
+                self.ready = False
         if self.ready:
             for number, distance in by.items():
                 for arguments, place in self._inside.get(number, ()):
                     arguments[place] += distance
 
     def __call__(self, *args: Any) -> None:
-        """Run the operator."""
+        """Run the operator, or start what is recorded."""
         if not self.ready:
             self._record(args)
-            return
-        driver = active_driver()
-        device = driver.get_current_device()
-        if self._device not in (device, _CPU):
-            with torch.cuda.device(self._device):
-                self._start(driver.get_current_stream(self._device))
+        elif self._device in (active_driver().get_current_device(), _CPU):
+            self.start(self.current_stream())
         else:
-            self._start(driver.get_current_stream(device))
+            with torch.cuda.device(self._device):
+                self.start(self.current_stream())
 
-    def _start(self, stream: int) -> None:
+    def start(self, stream: int) -> None:
+        """Start what is recorded, on a stream of the current device."""
         for start, arguments in self._starts:
             start(*arguments, stream=stream)
+
+    @staticmethod
+    def current_stream() -> int:
+        """The current stream of the current device."""
+        driver = active_driver()
+        return driver.get_current_stream(driver.get_current_device())
 
     def _record(self, args: tuple[Any, ...]) -> None:
         with recording() as calls:

@@ -10,6 +10,7 @@ import torch
 
 from tagc.codecs.config import CodecConfig, Special
 from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
+from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.launches import Get, Put, Sum
 from tagc.ops.program import Launch, Place
 
@@ -79,13 +80,17 @@ class DensePlan(CodecPlan):
     def encoding(
         self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
     ) -> Iterator[Launch]:
-        yield Launch(Put(self.numel, self.wire), (x, message), self.name)
+        yield Launch(Put(self._layout), (x, message, None), self.name)
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
-        yield Launch(Get(self.numel, self.wire), (messages, rows), self.name)
+        yield Launch(Get(self._layout), (messages, rows, None), self.name)
 
     def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
-        yield Launch(Sum(self.numel, self.wire, divisor), (messages, rows), self.name)
+        yield Launch(Sum(self._layout, divisor), (messages, rows, None, None), self.name)
+
+    @property
+    def _layout(self) -> DenseLayout:
+        return DenseLayout(self.wire, (Piece(0, self.numel, 0),))
 
     def used_words(self, columns: int) -> int:
         """Words of the filled elements."""

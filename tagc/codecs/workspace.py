@@ -1,11 +1,97 @@
-"""Scratch buffers. All units share them, if they work one after another, on one stream."""
+"""What all units share, if they work one after another, on one stream: scratch buffers, and flags,
+which the host reads together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+
+LAG = 2
+"""Assume that a GPU is at most ``LAG`` rounds behind the host, so that waiting for older rounds
+takes no time."""
+_PAGE = 1024
+
+
+class Flags:
+    """Flags on a device, which launches of one stream set, and nothing but :meth:`clear` resets.
+    The host reads all of them together, ``LAG`` rounds later, so that it does not wait.
+
+    A round ends when a flag is noted for the second time. Then one copy to the host has all flags
+    as the round's launches left them. When rounds end depends on nothing that differs between
+    ranks, so that all ranks see a flag in the same step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._places: dict[Hashable, tuple[int, int]] = {}
+        self._pages: list[Tensor] = []
+        self._noted: set[Hashable] = set()
+        # The last copies, each with an event that tells when it is done.
+        self._copies: list[tuple[list[Tensor], torch.cuda.Event]] = []
+        self._rounds = self._read = 0
+        self._any = False
+
+    def take(self, owner: Hashable) -> Tensor:
+        """The flag of an owner, boolean ``[1]``."""
+        place = self._places.get(owner)
+        if place is None:
+            place = self._places[owner] = divmod(len(self._places), _PAGE)
+        page, i = place
+        # Training cannot write to a tensor that an evaluation made in inference mode.
+        with torch.inference_mode(False):
+            if page == len(self._pages):
+                made = torch.zeros(_PAGE, dtype=torch.bool, device=self._device)
+                self._pages.append(made)
+            return self._pages[page][i : i + 1]
+
+    def note(self, owner: Hashable) -> None:
+        """Note that launches may have set a flag."""
+        if owner in self._noted:
+            self._noted.clear()
+            self._copy()
+        self._noted.add(owner)
+
+    def _copy(self) -> None:
+        if len(self._copies) <= LAG:
+            self._copies.append(([], torch.cuda.Event()))
+        pages, copied = self._copies[self._rounds % (LAG + 1)]
+        for page in self._pages[len(pages) :]:
+            with torch.inference_mode(False):
+                pages.append(torch.zeros_like(page, device="cpu", pin_memory=True))
+        for to, page in zip(pages, self._pages, strict=True):
+            to.copy_(page, non_blocking=True)
+        copied.record(self._stream)
+        self._rounds += 1
+
+    def seen(self, owner: Hashable) -> bool:
+        """Whether an owner's flag was set, but for the last ``LAG`` rounds."""
+        if self._rounds <= LAG:
+            return False
+        pages, copied = self._copies[self._rounds % (LAG + 1)]
+        if self._read != self._rounds:
+            # Wait, and don't ask whether the device is done: the answer would differ between ranks.
+            copied.synchronize()
+            self._read, self._any = self._rounds, any(bool(page.any()) for page in pages)
+        if not self._any:
+            return False
+        page, i = self._places[owner]
+        return page < len(pages) and bool(pages[page][i])
+
+    def clear(self, owner: Hashable) -> None:
+        """Reset a flag, because its cause was mended."""
+        if self._stream is not None:
+            self._stream.synchronize()  # launches and copies that are under way
+        self.take(owner).zero_()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        page, i = self._places[owner]
+        for pages, _ in self._copies:
+            if page < len(pages):
+                pages[page][i] = False
 
 
 class Workspace:
@@ -18,6 +104,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.generation = 0
+        self._flags: dict[int, Flags] = {}
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
         # Making a view costs the host about as much as using it, and steps take the same ones.
         self._views: dict[tuple[str, torch.dtype, int, tuple[int, ...]], Tensor] = {}
@@ -30,10 +117,7 @@ class Workspace:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A buffer of this shape. It still holds its last user's content."""
-        # Separate FSDP roots reduce on separate streams, and may overlap.
-        cuda = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
-        key = name, dtype, stream
+        key = name, dtype, self._stream
         view = self._views.get((*key, shape))
         if view is not None:
             return view
@@ -49,3 +133,17 @@ class Workspace:
                 self._views = {k: v for k, v in self._views.items() if k[:3] != key}
             view = self._views[*key, shape] = buffer[:numel].view(shape)
         return view
+
+    @property
+    def flags(self) -> Flags:
+        """The flags of the current stream."""
+        stream = self._stream
+        if stream not in self._flags:
+            self._flags[stream] = Flags(self._device)
+        return self._flags[stream]
+
+    @property
+    def _stream(self) -> int:
+        # Separate FSDP roots reduce on separate streams, and may overlap.
+        cuda = self._device.type == "cuda"
+        return torch.cuda.current_stream(self._device).cuda_stream if cuda else 0

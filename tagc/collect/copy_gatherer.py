@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tagc.basics.warn import warn
+from tagc.collect.alarm import Alarm
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
-from tagc.collect.lockstep import Alarm
 
 
 class CopyGatherer(UnitGatherer):
@@ -44,7 +44,7 @@ class CopyGatherer(UnitGatherer):
         """
         super().__init__(setup)
         programs = self._programs
-        self._declare(programs.whole, programs.changes, programs.read)
+        self._declare(programs.whole, programs.changes, programs.read, programs.read_early)
         self._own_row = self.copy[self._own]
         self._fingerprint = self.store[programs.fingerprint]
         self._reductions, self._versions = reductions, versions
@@ -60,13 +60,17 @@ class CopyGatherer(UnitGatherer):
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
             "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
-            "are changed by other means, such as eval() and train() of a schedule-free optimizer"
+            "are changed by other means, such as eval() and train() of a schedule-free optimizer",
+            self.store,
+            programs.changed,
         )
         self._since_forward = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
             "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
             "again, but with a codec 'delta' nothing is sent in backward: change parameters after "
-            "the backward"
+            "the backward",
+            self.store,
+            programs.changed_early,
         )
 
     @property
@@ -109,10 +113,10 @@ class CopyGatherer(UnitGatherer):
             self._replay(programs.rows).run()
             self._knows_others = True
         if reads_as_is or not self._is_due:
-            self._run(programs.read, rows, inp)
             # Sending changes here is not possible: other ranks would not know to receive them.
-            alarm = self._since_forward if reads_as_is and self._is_due else self._by_others
-            alarm.note(self.store[programs.changed], rows[:, :1])
+            early = reads_as_is and self._is_due
+            self._run(programs.read_early if early else programs.read, rows, inp)
+            (self._since_forward if early else self._by_others).note()
             return
         if self._knows_own:
             self._warn_of_others()

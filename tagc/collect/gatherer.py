@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tagc.codecs.state import MAX_COUNT
 from tagc.codecs.workspace import Workspace
+from tagc.collect.alarm import Alarm
 from tagc.collect.hosts import HostGroups
-from tagc.collect.lockstep import Alarm, Lockstep
+from tagc.collect.lockstep import Lockstep
 from tagc.collect.replay import Replay, Store
 from tagc.collect.transport import Connect, Transport, failing_in
 from tagc.ops import Ops
@@ -231,20 +232,20 @@ class MessageGatherer(UnitGatherer):
             f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
             "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
             "again, but with 'keep_for_backward' nothing is sent in backward: change parameters "
-            "after the backward, or set 'keep_for_backward: false'"
+            "after the backward, or set 'keep_for_backward: false'",
+            self.store,
+            programs.changed,
         )
         self._unfit = [
-            (
-                segment.start,
+            Alarm(
+                f"tagc: frozen parameters of unit {self._name!r} "
+                f"({as_list([param.name for param in segment.params])}) hold values that "
+                f"{segment.codec.name} cannot carry (not finite, or at the edge of "
+                f"{plan.info.dtype}), but did not in tagc.wrap. Set them before tagc.wrap, "
+                "which then gathers such parameters uncompressed; or wrap again now, after "
+                "tagc.compressor(model).remove()",
+                self.store,
                 flag,
-                Alarm(
-                    f"tagc: frozen parameters of unit {self._name!r} "
-                    f"({as_list([param.name for param in segment.params])}) hold values that "
-                    f"{segment.codec.name} cannot carry (not finite, or at the edge of "
-                    f"{plan.info.dtype}), but did not in tagc.wrap. Set them before tagc.wrap, "
-                    "which then gathers such parameters uncompressed; or wrap again now, after "
-                    "tagc.compressor(model).remove()"
-                ),
             )
             for segment, flag in programs.unfit.items()
         ]
@@ -257,20 +258,20 @@ class MessageGatherer(UnitGatherer):
 
     def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
         self._changed.check()
-        for _, _, alarm in self._unfit:
+        for alarm in self._unfit:
             alarm.check()
         keeps, programs = self.plan.reuses_forward_message, self._programs
         if phase is Phase.BACKWARD and self._kept:
             self._run(programs.again, rows, inp)
             # Gathering again is not possible: other ranks may not know that they have to.
-            self._changed.note(self.store[programs.changed], rows[:, :1])
+            self._changed.note()
         else:
             kept = keeps and phase is Phase.FORWARD
             self._run(programs.kept_message if kept else programs.message, rows, inp)
             # All ranks have the same messages, so all raise. (Trainable parameters come out NaN
             # instead, as in a run that diverges natively.)
-            for start, flag, alarm in self._unfit:
-                alarm.note(self.store[flag], rows[:, start : start + 1])
+            for alarm in self._unfit:
+                alarm.note()
         if phase is not Phase.OTHER:
             self._kept = keeps and phase is Phase.FORWARD
 

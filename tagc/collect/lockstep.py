@@ -41,65 +41,6 @@ _WORDS: dict[Direction, str] = {
 }
 
 
-LAG = 2
-"""Assume that a GPU is at most ``LAG`` notes behind the host, so that waiting for older notes takes
-no time."""
-
-
-class Alarm:
-    """Raises ``RuntimeError(message)`` after a condition was true.
-
-    On a CPU it raises at once; on a GPU after ``LAG`` more notes, on all ranks in the same step,
-    and in every later step. Until then, the affected data is NaN.
-    """
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-        self._ever: Tensor | None = None
-        # The last notes: a copy on the host, and an event that tells when the copy is done.
-        self._noted: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._notes = 0
-
-    def note(self, wrong: Tensor, floats: Tensor) -> None:
-        """Note a condition (``wrong``, boolean ``[]``): raise on a CPU, fill ``floats`` with NaN on
-        a GPU if it is true."""
-        if wrong.device.type == "cpu":
-            if wrong:
-                raise RuntimeError(self._message)
-            return
-        floats.masked_fill_(wrong, torch.nan)
-        if self._ever is None:
-            # Training cannot write to a tensor that an evaluation made in inference mode.
-            with torch.inference_mode(False):
-                self._ever = torch.zeros((), dtype=torch.bool, device=wrong.device)
-        # It stays true, so a later note cannot hide an earlier one.
-        self._ever.logical_or_(wrong)
-        if wrong.device.type != "cuda":
-            return
-        if len(self._noted) <= LAG:
-            with torch.inference_mode(False):
-                on_host = torch.zeros((), dtype=torch.bool, pin_memory=True, device="cpu")
-            self._noted.append((on_host, torch.cuda.Event()))
-        on_host, copied = self._noted[self._notes % (LAG + 1)]
-        on_host.copy_(self._ever, non_blocking=True)
-        copied.record(torch.cuda.current_stream(wrong.device))
-        self._notes += 1
-
-    def check(self) -> None:
-        """Raise RuntimeError if a note was true, the last ``LAG`` notes excepted."""
-        if self._notes <= LAG:
-            return
-        # Wait, and don't ask whether the device is done: the answer would differ between ranks.
-        on_host, copied = self._noted[self._notes % (LAG + 1)]
-        copied.synchronize()
-        if on_host:
-            raise RuntimeError(self._message)
-
-    def reset(self) -> None:
-        """Forget all notes, because their cause was fixed."""
-        self._ever, self._noted, self._notes = None, [], 0
-
-
 class DesyncError(RuntimeError):
     """Ranks are at different collectives."""
 
@@ -117,7 +58,11 @@ class Lockstep:
         self._mark = zlib.crc32(f"{direction} {label}".encode()) % 2**31
         self._pending: list[tuple[Transport, CollectiveWork, Tensor, Tensor]] = []
         self._calls = 0
-        self._alarm = Alarm(
+
+    @property
+    def mix_up(self) -> str:
+        """What differing stamps mean."""
+        return (
             f"tagc: {self.what} got a message of another unit, direction or step, or from a rank "
             f"with other calls. {_REMEDY}. {_SAME_CALLS}"
         )
@@ -150,11 +95,7 @@ class Lockstep:
             words: words of the message to a rank.
             step: the number of collectives before; by default counted here.
             part: a number for the part of the unit's parameters; 0 for all.
-
-        Raises:
-            RuntimeError: if an earlier collective's stamps differed, see :class:`Alarm`.
         """
-        self._alarm.check()
         step, self._count = self._count if step is None else step, self._count + 1
         self._pending.clear()
         for transport in transports:
@@ -193,10 +134,6 @@ class Lockstep:
     def stamp(self, part: int = 0) -> int:
         """The first word of stamps, int32, after which their collectives are counted."""
         return self._mark ^ part ^ self._calls
-
-    def check_stamps(self, mistaken: Tensor, out: Tensor) -> None:
-        """Note whether any received stamp differs from this rank's; see :meth:`Alarm.note`."""
-        self._alarm.note(mistaken, out)
 
 
 def _described(header: Tensor) -> str:

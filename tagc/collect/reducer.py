@@ -150,7 +150,7 @@ class UnitReducer(ReducerState):
             self.begin_message(variant)
         yield from self._run(variant, late)
         if variant.stamped and plan.messages.sent is None:
-            self._lockstep.check_stamps(self.store[self.programs.mistaken], out[:1])
+            self._mix_up.note()
 
     def _run(self, variant: Variant, late: dict[str, Tensor]) -> Iterator[None]:
         replay = self._replay(variant)
@@ -203,6 +203,7 @@ class UnitReducer(ReducerState):
             transports = []
         words = self.plan.words if variant.messages and not stays else 0
         mark = 0 if part is None else part.mark
+        self._mix_up.check()
         self._lockstep.announce(transports, words, self.counters.all_steps, mark)
         if variant.stamped:
             self.mark_stamps(self._lockstep.stamp(mark))

@@ -16,6 +16,7 @@ from tagc.codecs.sketch import COUNTING, SelectionCount
 from tagc.codecs.sketch.threshold import STATES, rescale
 from tagc.codecs.state import check_counter, part_of
 from tagc.codecs.workspace import Workspace
+from tagc.collect.alarm import Alarm
 from tagc.collect.counters import Counters
 from tagc.collect.gauge import NoiseGauge
 from tagc.collect.lockstep import Lockstep
@@ -87,6 +88,7 @@ class ReducerState:
         self._lockstep = Lockstep(plan.direction, plan.info.label, device)
         self.store = Store(device, workspace)
         self.programs = Reductions(plan)
+        self._mix_up = Alarm(self._lockstep.mix_up, self.store, self.programs.mistaken)
         self.gauge: NoiseGauge | None = None
         self.announces = True
         self.stamped: bool | None = None
@@ -95,7 +97,7 @@ class ReducerState:
         self.waiting = Waiting(plan, torch.float32 if plan.direction == "gradients" else None)
         if plan.compressed:
             programs = self.programs
-            self.store.declare(*programs.state, programs.stamp, programs.mistaken)
+            self.store.declare(*programs.state, programs.stamp)
             for program in programs.programs:
                 program.prepare(ops)
                 self.store.declare(*program.places)

@@ -22,10 +22,11 @@ from tagc.plan.programs import programs_of
 _META = torch.device("meta")
 
 
-def rehearse(plan: Plan, ops: Ops) -> None:
+def rehearse(plan: Plan, ops: Ops, *, stamped: bool) -> None:
     """Call the operators of ``ops`` as the steps of a model will, on ``meta`` tensors.
 
     Args:
+        stamped: whether messages carry stamps, see :mod:`tagc.collect.lockstep`.
         ops: operators that write nothing, such as those of
             :meth:`tagc.ops.implementations.DeviceOps.compiling_only`.
     """
@@ -33,7 +34,7 @@ def rehearse(plan: Plan, ops: Ops) -> None:
     for unit in (*plan.units, *plan.replicas, *plan.parameters):
         if unit.compressed:
             store = Store(_META, workspace)
-            for program in programs_of(unit):
+            for program in programs_of(unit, stamped=stamped):
                 _run(unit, program, store, ops)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,10 +57,17 @@ class Store:
                     )
 
     def take(self, place: Place) -> Tensor:
-        """The whole tensor of a place. Scratch still holds its last user's content."""
+        """The whole tensor of a place. Scratch still holds its last user's content, and every
+        stream has flags of its own."""
+        if place.kind == "flag":
+            return self.workspace.flags.take(self.owner(place))
         if place.kind == "scratch":
             return self.workspace.take(place.name, place.shape, place.dtype)
         return self._tensors[place.name]
+
+    def owner(self, flag: Place) -> Hashable:
+        """Whose the flag is, among those of all stores."""
+        return self, flag.name
 
     def drop(self) -> None:
         """Forget what is in flight, after a failure. It may still write to scratch buffers, so
@@ -76,12 +83,18 @@ class Store:
 
 
 class _Call(NamedTuple):
-    """A bound step; None for the comparison with other ranks."""
+    """A bound step; None for the comparison with other ranks.
+
+    Attributes:
+        turn: whether other units may take turns before it.
+        recorded: the function, if it may start recorded launches.
+    """
 
     step: Step | None
     function: Callable[..., object]
     arguments: list[Any]
     turn: bool = False
+    recorded: RecordedLaunches | None = None
 
 
 class _Late(NamedTuple):
@@ -177,14 +190,22 @@ class Replay:
             self._forget_records()  # a graph has buffers of its own
         addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
         if addresses != self._addresses:
-            for recorded, names in self._recorded if self._addresses else ():
-                recorded.move({i: addresses[n] - self._addresses[n] for i, n in names.items()})
+            if self._addresses:
+                moved = {name: at - self._addresses[name] for name, at in addresses.items()}
+                for recorded, names in self._recorded:
+                    if names:
+                        recorded.move({i: moved[name] for i, name in names.items()})
             self._addresses = addresses
         for arguments, i, name, index, adapted, recorded in self._late:
             if recorded is None or not recorded.ready:
                 view = late[name][index] if index else late[name]
                 arguments[i] = view if adapted is None else adapted(view)
         call: _Call | None = None
+        device, stream = self._store.device, None
+        elsewhere = device.type == "cuda" and device.index not in (
+            None,
+            torch.cuda.current_device(),
+        )
         label = self._lockstep.label if profiling() else None
         try:
             for name, calls in self._ranges:
@@ -192,7 +213,13 @@ class Replay:
                     for call in calls:
                         if call.turn:
                             yield
-                        call.function(*call.arguments)
+                            stream = None
+                        if elsewhere or call.recorded is None or not call.recorded.ready:
+                            call.function(*call.arguments)
+                            continue
+                        if stream is None:
+                            stream = call.recorded.current_stream()
+                        call.recorded.start(stream)
         except RuntimeError as error:
             self._store.drop()
             self._explain(call and call.step, error)
@@ -217,7 +244,7 @@ class Replay:
             late = enumerate(step.places)
             names = {i: p.name for i, p in late if p is not None and p.kind == "late"}
             self._recorded.append((recorded, names))
-            return _Call(step, recorded, arguments)
+            return _Call(step, recorded, arguments, recorded=recorded)
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight

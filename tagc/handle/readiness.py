@@ -41,7 +41,7 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
     with _with_a_compiler(), current:
         # The ranks of a host take turns: those after the first find compiled kernels.
         with locked(_folder(), "kernels"), ops.compiling_only():
-            rehearse(plan, recorder.ops)
+            rehearse(plan, recorder.ops, stamped=device.type != "cpu")
         progress.end()
         progress = Progress("operators checked", len(recorder.calls), shown=shown)
         checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())

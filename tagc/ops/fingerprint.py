@@ -36,7 +36,7 @@ class FingerprintOps(Protocol):
             x: ``[n]``, contiguous, of 2 or 4 bytes an element.
             sums: ``[3]`` int64 zeros, which a kernel uses, and leaves as zeros.
             before: ``[2]`` int64: where to write :func:`fingerprint`, or the earlier one.
-            changed: boolean, ``[1]``: set to whether they differ.
+            changed: boolean, ``[1]``: becomes true if they differ.
         """
         ...
 
@@ -49,7 +49,7 @@ def take_fingerprint(
     if changed is None:
         before.copy_(now)
     else:
-        torch.any(now != before, 0, keepdim=True, out=changed)
+        changed.logical_or_((now != before).any())
 
 
 def fingerprint(values: Tensor) -> Tensor:

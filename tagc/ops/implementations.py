@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
+from tagc.ops.dense import DenseOps
 from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
@@ -30,7 +31,7 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, FingerprintOps, Protocol):
+class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, FingerprintOps, DenseOps, Protocol):
     """All operators of an implementation."""
 
     def release(self) -> None:
@@ -48,6 +49,14 @@ class RecordedLaunches(Protocol):
     ready: bool
 
     def __call__(self, *tensors: Tensor | None) -> None: ...
+
+    def start(self, stream: int) -> None:
+        """Start what is recorded on a stream of the tensors' device, which is the current one."""
+        ...
+
+    def current_stream(self) -> int:
+        """The current stream of the current device."""
+        ...
 
     def move(self, by: Mapping[int, int]) -> None:
         """Note that tensors have moved since the last call, by number of the argument, in bytes."""

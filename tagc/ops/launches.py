@@ -5,18 +5,19 @@ Each is a dataclass. Its fields are the options, and its docstring names the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import DenseLayout
 from tagc.ops.implementations import Ops
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.program import Operator, Place
+from tagc.ops.program import Launch, Operator, Place, Step
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ class DequantizeMatrix(_Decodes):
 
 @dataclass(frozen=True)
 class ScalesAbove(Operator):
-    """``(messages [n, words], flag [] bool)``: whether any scale of the messages is larger than the
-    one with the bits ``largest``. (A NaN's bits are larger, and scales have no sign.)"""
+    """``(messages [n, words], flag [1] bool)``: sets the flag if any scale of the messages is
+    larger than the one with the bits ``largest``. (A NaN's bits are larger, and scales have no
+    sign.)"""
 
     layout: BlockLayout
     largest: int
@@ -134,74 +136,76 @@ class ScalesAbove(Operator):
         return tensor[:, :words].view(torch.int16) if argument == 0 else tensor
 
     def run(self, scales: Tensor, flag: Tensor) -> None:
-        torch.any(scales > self.largest, out=flag)
+        flag.logical_or_((scales > self.largest).any())
 
 
 @dataclass(frozen=True)
-class Put(Operator):
-    """``(rows [n, numel], message [n, words])``: writes elements in the dtype ``wire``."""
+class _Dense(Operator):
+    """Uncompressed pieces of messages. See :mod:`tagc.ops.dense`."""
 
-    numel: int
-    wire: torch.dtype
+    launches: ClassVar[bool] = True
+
+    layout: DenseLayout
+
+
+@dataclass(frozen=True)
+class Put(_Dense):
+    """``(x [D, columns], message [D, words], stamp or None)``. See
+    :meth:`tagc.ops.dense.DenseOps.put_dense`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return self._with_half if self._leaves_half else self.run
-
-    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor if argument == 0 or self._leaves_half else _elements(tensor, self)
-
-    def run(self, rows: Tensor, message: Tensor) -> None:
-        message.copy_(rows)
-
-    def _with_half(self, rows: Tensor, message: Tensor) -> None:
-        message[:, -1:].zero_()
-        _elements(message, self).copy_(rows)
-
-    @property
-    def _leaves_half(self) -> bool:
-        """Whether elements of 2 bytes leave half of the last word."""
-        return self.numel * self.wire.itemsize % 4 > 0
+        return partial(ops.put_dense, layout=self.layout)
 
 
 @dataclass(frozen=True)
-class Get(Operator):
-    """``(messages [n, words], rows [n, numel])``: reads elements of the dtype ``wire``. Finite
-    elements stay finite in float16: bfloat16 rounds the largest numbers up, beyond its range."""
+class Sum(_Dense):
+    """``(messages [W, words] or [W, n, words], rows [n, columns], stamp or None, flag or None)``.
+    See :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
 
-    numel: int
-    wire: torch.dtype
-
-    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return _elements(tensor, self) if argument == 0 else tensor
-
-    def run(self, elements: Tensor, rows: Tensor) -> None:
-        if rows.dtype == torch.float16 and self.wire != torch.float16:
-            end = torch.finfo(torch.float16).max
-            wide = elements.float()
-            elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
-        rows.copy_(elements)
-
-
-@dataclass(frozen=True)
-class Sum(Operator):
-    """``(messages [W, words] or [W, n, words], rows [n, numel])``: sums of elements of the dtype
-    ``wire`` in float32, or float64, divided by ``divisor``."""
-
-    numel: int
-    wire: torch.dtype
     divisor: int
 
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.sum_dense, layout=self.layout, divisor=self.divisor)
+
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor if argument else _summed(_elements(tensor, self))
-
-    def run(self, elements: Tensor, rows: Tensor) -> None:
-        wide = torch.float64 if self.wire == torch.float64 else torch.float32
-        torch.div(elements.sum(1, dtype=wide), self.divisor, out=rows)  # and rounds, in one kernel
+        return _summed(tensor) if argument == 0 else tensor
 
 
-def _elements(words: Tensor, sent: Put | Get | Sum) -> Tensor:
-    """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
-    return words.view(sent.wire)[..., : sent.numel]
+@dataclass(frozen=True)
+class Get(_Dense):
+    """``(messages [n, words], rows [n, columns], flag or None)``. See
+    :meth:`tagc.ops.dense.DenseOps.get_dense`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.get_dense, layout=self.layout)
+
+
+def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
+    """The steps, with one :class:`Put`, :class:`Sum` or :class:`Get` in the place of the last of
+    several that are about these ``rows`` and the same messages, in the same dtype."""
+    listed: list[Step] = []
+    found: dict[Any, Launch] = {}
+    for step in steps:
+        if isinstance(step, Launch) and isinstance(step.operator, _Dense):
+            operator, (first, second, *flags) = step.operator, step.places
+            assert first is not None
+            assert second is not None
+            x, message = (first, second) if isinstance(operator, Put) else (second, first)
+            if x.whole_rows == rows.whole_rows:
+                places = first.whole_rows, second.whole_rows
+                layout = operator.layout.moved(x.first_column, message.first_column)
+                key = replace(operator, layout=DenseLayout(layout.wire, ())), places
+                before = found.get(key)
+                if before is not None:
+                    listed.remove(before)
+                    assert isinstance(before.operator, _Dense)
+                    layout = before.operator.layout.joined(layout)
+                columns = (f"{p.column}:{p.column + p.numel}" for p in layout.pieces)
+                of = " ".join((step.of.partition(" ")[0], ", ".join(columns)))
+                step = Launch(replace(operator, layout=layout), (*places, *flags), of)
+                found[key] = step
+        listed.append(step)
+    return listed
 
 
 @dataclass(frozen=True)
@@ -258,15 +262,15 @@ class Fingerprint(Operator):
         return ops.fingerprint
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor[0] if argument == 0 else tensor.view(1) if argument == 3 else tensor
+        return tensor[0] if argument == 0 else tensor
 
 
 @dataclass(frozen=True)
-class Differ(Operator):
-    """``(a, b, flag [] bool)``: whether any element differs."""
+class Spoil(Operator):
+    """``(x, flag [1] bool)``: every element becomes NaN if the flag is set."""
 
-    def run(self, a: Tensor, b: Tensor, flag: Tensor) -> None:
-        torch.any(a != b, out=flag)
+    def run(self, x: Tensor, flag: Tensor) -> None:
+        x.masked_fill_(flag, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -438,15 +442,6 @@ class ByNeighbour(Operator):
     def run(self, encoded: Tensor, send: Tensor) -> None:
         ranks, rows, _ = send.shape
         send.copy_(encoded.view(rows, ranks, -1).transpose(0, 1))
-
-
-@dataclass(frozen=True)
-class Stamp(Operator):
-    """``(stamp [2] int32, tails [n, 2])``: counts in the second word, and copies both."""
-
-    def run(self, stamp: Tensor, tails: Tensor) -> None:
-        stamp[1:].add_(1)
-        tails.copy_(stamp.expand_as(tails))
 
 
 def seeds_of(rows: Tensor, out: Tensor | None = None) -> Tensor:

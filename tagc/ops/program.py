@@ -27,7 +27,7 @@ so that all ranks have the same; the row is filled in when they are bound."""
 
 Index = None | int | Literal["own"] | tuple[int, int]
 Collective = Literal["all-gather", "all-gather each", "all-to-all", "reduce-scatter", "all-reduce"]
-Kind = Literal["scratch", "kept", "state", "late"]
+Kind = Literal["scratch", "kept", "state", "flag", "late"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Place:
         shape: the shape of the whole tensor.
         kind: ``scratch`` is shared by all units, and its content lasts as long as the program;
             ``kept`` and ``state`` belong to the unit, and ``state`` is saved in checkpoints;
+            ``flag``, boolean ``[1]``, is only ever set, and the host reads it later;
             ``late`` is handed over whenever the program runs.
         at: the view, an index for each dimension: None for all of it, a number, :data:`OWN`
             (which stays a dimension), or first and end.
@@ -60,6 +61,18 @@ class Place:
         first, end = span if isinstance(span, tuple) else (0, self.shape[-1])
         stop = end if columns.stop is None else first + columns.stop
         return replace(self, at=(*at[:-1], (first + (columns.start or 0), stop)))
+
+    @property
+    def first_column(self) -> int:
+        """The first column of the view in the whole tensor."""
+        span = self.at[-1] if self.at else None
+        return span[0] if isinstance(span, tuple) else 0
+
+    @property
+    def whole_rows(self) -> Place:
+        """The rows of the view, with all columns."""
+        rows = self.at[:-1]
+        return replace(self, at=(*rows, None) if any(i is not None for i in rows) else ())
 
     def index(self, own: int) -> tuple[Any, ...]:
         """The index of this view in the whole tensor, on the rank with the row ``own``."""

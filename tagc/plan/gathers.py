@@ -14,7 +14,16 @@ from functools import cached_property
 
 import torch
 
-from tagc.ops.launches import ClearUnchanged, Copy, Fingerprint, Subtract
+from tagc.ops.dense import DenseLayout
+from tagc.ops.launches import (
+    ClearUnchanged,
+    Copy,
+    Fingerprint,
+    Get,
+    Spoil,
+    Subtract,
+    together,
+)
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.plan.messages import Segment
 from tagc.plan.unit_plan import UnitPlan
@@ -28,11 +37,12 @@ class Gathers:
     ``[W, S]``, come late.
 
     Attributes:
-        changed: set if ``inp`` has changed since :attr:`fingerprint` was taken; boolean, ``[]``.
+        changed: set if ``inp`` has changed since :attr:`fingerprint` was taken; boolean, ``[1]``.
+        changed_early: the same, before a backward of the old parameters was over.
         fingerprint: of the shard that the last message was made from, int64 ``[2]``.
         copy: the parameters as all other ranks know them, ``[H, S]``; only with a codec of changes.
         unfit: by frozen segment, unless its codec carries all values: set if it cannot carry
-            those of the last message; boolean, ``[]``.
+            those of the last message; boolean, ``[1]``.
     """
 
     def __init__(self, unit: UnitPlan) -> None:
@@ -43,13 +53,14 @@ class Gathers:
         self._inp = Place("inp", (1, unit.columns), info.dtype, "late")
         self._out = Place("out", (info.world_size, unit.columns), info.dtype, "late")
         self._send = Place("parameters_send", (1, unit.messages.row_words), torch.int32)
-        self.changed = Place("changed", (), torch.bool, "kept")
+        self.changed = Place("changed", (1,), torch.bool, "flag")
+        self.changed_early = Place("changed_early", (1,), torch.bool, "flag")
         self._sums = Place("fingerprint_sums", (3,), torch.int64, "kept")
         self.fingerprint = Place("fingerprint", (2,), torch.int64, "state")
         self.copy = Place("copy", (unit.peers, unit.columns), info.dtype, "state")
         self.unfit: dict[Segment, Place] = {}
         for segment in unit.compressed:
-            flag = Place(f"unfit.{segment.start}", (), torch.bool, "kept")
+            flag = Place(f"unfit.{segment.start}", (1,), torch.bool, "flag")
             if segment.frozen and [*segment.codec.finding_unfit(self._send, info.dtype, flag)]:
                 self.unfit[segment] = flag
         self._spans: list[tuple[Segment, slice, slice]] = []
@@ -75,7 +86,10 @@ class Gathers:
         received = self._received(keep=True)
         # Compare before decoding, which overwrites `inp`: it is this rank's row of `out`.
         return self._program(
-            ("decode parameters", [*self._compare(), *self._decode(received, self._out)]),
+            (
+                "decode parameters",
+                [*self._compare(self.changed), *self._decode(received, self._out, check=True)],
+            ),
         )
 
     @cached_property
@@ -113,7 +127,18 @@ class Gathers:
     @cached_property
     def read(self) -> Program:
         """Reads the copy. Nothing leaves a host."""
-        return self._program(("gather parameters", [*self._compare(), *self._share()]))
+        return self._read(self.changed)
+
+    @cached_property
+    def read_early(self) -> Program:
+        """:attr:`read` in a backward after a step of the optimizer, which is an error if it changed
+        the parameters."""
+        return self._read(self.changed_early)
+
+    def _read(self, changed: Place) -> Program:
+        spoil = Launch(Spoil(), (self._out[:1], changed))
+        steps = [*self._compare(changed), *self._share(), spoil]
+        return self._program(("gather parameters", steps))
 
     @cached_property
     def measure(self) -> Program:
@@ -135,14 +160,12 @@ class Gathers:
         if self._unit.info.ranks_per_host > 1:
             rows = Place("across_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
             gather = [*self._gather(rows, self._send), *self._hand_on(received, rows)]
-        unfit = [
-            launch
-            for segment, _, words in self._spans
-            if segment in self.unfit
-            for launch in segment.codec.finding_unfit(
-                received[words], self._inp.dtype, self.unfit[segment]
-            )
-        ]
+        unfit: list[Launch] = []
+        for segment, columns, words in self._spans:
+            flag = self.unfit.get(segment)
+            if flag is not None:
+                unfit += segment.codec.finding_unfit(received[words], self._inp.dtype, flag)
+                unfit.append(Launch(Spoil(), (self._out[columns][:1], flag)))
         note = self._note() if keep else ()
         return self._program(
             ("encode parameters", [*self._encode(self._inp), *note]),
@@ -159,15 +182,23 @@ class Gathers:
     def _note(self) -> Iterator[Launch]:
         yield Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint))
 
-    def _compare(self) -> Iterator[Launch]:
-        places = (self._inp, self._sums, self.fingerprint, self.changed)
-        yield Launch(Fingerprint(), places)
+    def _compare(self, changed: Place) -> Iterator[Launch]:
+        yield Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint, changed))
 
-    def _encode(self, x: Place) -> Iterator[Launch]:
-        for segment, columns, words in self._spans:
-            yield from segment.codec.encoding(x[columns], self._send[words])
+    def _encode(self, x: Place) -> list[Step]:
+        return together(
+            x,
+            (
+                launch
+                for segment, columns, words in self._spans
+                for launch in segment.codec.encoding(x[columns], self._send[words])
+            ),
+        )
 
-    def _encode_changes(self) -> Iterator[Launch]:
+    def _encode_changes(self) -> list[Step]:
+        return together(self._inp, self._each_change())
+
+    def _each_change(self) -> Iterator[Launch]:
         changes = Place("changes", self._inp.shape, torch.float32)
         own = self.copy.row(OWN)
         for span in _joined(s for s in self._unit.segments if s.codec.of_changes):
@@ -182,9 +213,19 @@ class Gathers:
                 x = changes[columns]
             yield from segment.codec.encoding(x, self._send[words])
 
-    def _decode(self, received: Place, rows: Place) -> Iterator[Launch]:
-        for segment, columns, words in self._spans:
-            yield from segment.codec.decoding(received[words], rows[columns])
+    def _decode(self, received: Place, rows: Place, *, check: bool = False) -> list[Step]:
+        """Args:
+        check: whether rows become NaN if :attr:`changed` is set.
+        """
+        launches = [
+            launch
+            for segment, columns, words in self._spans
+            for launch in segment.codec.decoding(received[words], rows[columns])
+        ]
+        if check:
+            nothing = DenseLayout(rows.dtype, ())
+            launches.append(Launch(Get(nothing), (received, rows, self.changed)))
+        return together(rows, launches)
 
     def _gather(self, out: Place, inp: Place) -> Iterator[Step]:
         yield Send("all-gather", self._level, self._unit.peers, out, inp, "messages")

@@ -19,12 +19,12 @@ from functools import cached_property
 from itertools import chain
 
 from tagc.codecs import CodecPlan, Span, in_message_order
+from tagc.ops.dense import STAMP_WORDS
 from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
 
 MESSAGE_FORMAT = 2
 """Version of the layout above. Version 1 had no padding, and no room for a stamp on gloo."""
-STAMP_WORDS = 2
 _ROW = 32
 
 

@@ -14,11 +14,15 @@ from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.unit_plan import UnitPlan
 
 
-def programs_of(unit: UnitPlan) -> Iterator[Program]:
+def programs_of(unit: UnitPlan, *, stamped: bool = False) -> Iterator[Program]:
     """The programs that a unit runs in training, but those for parts of it, in the order of first
-    use."""
+    use.
+
+    Args:
+        stamped: see :attr:`Variant.stamped`.
+    """
     if unit.direction != "parameters":
-        yield from Reductions(unit).programs
+        yield from Reductions(unit).in_order(stamped=stamped)
         return
     gathers = Gathers(unit)
     if not unit.compressed:

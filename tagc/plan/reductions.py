@@ -20,19 +20,21 @@ from tagc.codecs import Span
 from tagc.codecs.feedback import OWNER_RESIDUAL, FeedbackRule, LeadFeedback
 from tagc.codecs.quantized import SEED_STEP, QuantizedPlan, Stage
 from tagc.codecs.sketch import COUNTING, Sketches, SketchPlan
+from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.launches import (
     Advance,
     ByNeighbour,
     Copy,
-    Differ,
     Divide,
     Expand,
     Fill,
     Pick,
+    Put,
     Saturate,
     Set,
-    Stamp,
+    Sum,
     UndoLag,
+    together,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.ops.sampling import (
@@ -44,7 +46,7 @@ from tagc.ops.sampling import (
     share_stride,
 )
 from tagc.plan.flat_rows import arranging, is_rearranged, restoring
-from tagc.plan.messages import STAMP_WORDS, MessagePlan, Segment
+from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.part import Part
 from tagc.plan.preserving import preserving
 from tagc.plan.two_shots import slicing_of
@@ -150,7 +152,7 @@ class Reductions:
             "inside_sum", (unit.rows // info.ranks_per_host, unit.columns), info.dtype
         )
         self.stamp = Place("stamp", (STAMP_WORDS,), torch.int32, "kept")
-        self.mistaken = Place("stamps_differ", (), torch.bool, "kept")
+        self.mistaken = Place("stamps_differ", (1,), torch.bool, "flag")
         n = len(unit.compressed)
         self.noise = Place("noise", (n, 2), torch.float64, "state")
         self.share_step = Place("share_step", (), torch.int64, "kept")
@@ -173,14 +175,19 @@ class Reductions:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
+        """:meth:`in_order`, without stamps."""
+        return tuple(self.in_order(stamped=False))
+
+    def in_order(self, *, stamped: bool) -> Iterator[Program]:
         """The programs for whole units, in the order of a run."""
         variants = []
         if self._hosts and (not self._unit.compressed or self._unit.warmup_steps):
             variants.append(Variant(messages=False))
         if self._unit.compressed:
             measures = bool(self.shares)
-            variants += [Variant(begun=False, measures=measures), Variant(measures=measures)]
-        return tuple(map(self.lower, variants))
+            whole = Variant(measures=measures, stamped=stamped)
+            variants += [replace(whole, begun=False), whole]
+        return map(self.lower, variants)
 
     @cached_property
     def rules(self) -> dict[int, FeedbackRule]:
@@ -298,13 +305,21 @@ class Reductions:
             Place(name, (ranks, rows, words), torch.int32)
             for name in ("inside_send", "inside_received")
         )
-        yield from self._encode(self.encodings["inside"], inp, encoded, Variant())
+        yield from together(inp, self._encode(self.encodings["inside"], inp, encoded, Variant()))
         if rows > 1:
             yield Launch(ByNeighbour(), (encoded, send))
         yield Send("all-to-all", "inside", ranks, received, send, "messages_inside")
         yield Wait("messages_inside")
-        for span in messages.spans:
-            yield from span.segment.codec.summing(received[span.words], total[span.columns], 1)
+        yield from together(
+            total,
+            (
+                launch
+                for span in messages.spans
+                for launch in span.segment.codec.summing(
+                    received[span.words], total[span.columns], 1
+                )
+            ),
+        )
 
     def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
         unit = self._unit
@@ -333,14 +348,22 @@ class Reductions:
         own = Place("sums_send", (1, words), torch.int32)
         received = Place("sums_recv", (owners, words), torch.int32)
         spans = shots.gather.spans
-        steps: list[Step] = [*self._encode(self.encodings["owners"], total, own, Variant())]
+        steps: list[Step] = together(
+            total, self._encode(self.encodings["owners"], total, own, Variant())
+        )
         steps += [
             Send("all-gather", self._level, owners, received, own, "sums_of_slices"),
             Wait("sums_of_slices", turn=True),
         ]
         wide = Place("slices", (owners, columns), torch.float32)
-        for span in spans:
-            steps += span.segment.codec.decoding(received[span.words], wide[span.columns])
+        steps += together(
+            wide,
+            (
+                launch
+                for span in spans
+                for launch in span.segment.codec.decoding(received[span.words], wide[span.columns])
+            ),
+        )
         steps += [Launch(replace(slicing, back=True, empty=()), (wide, out)), *compare]
         return [*parts, ("second shot", steps)]
 
@@ -352,11 +375,13 @@ class Reductions:
         messages = self.messages
         send = Place("message_send", (messages.made, messages.row_words), torch.int32)
         received = Place("message_recv", (messages.read, messages.row_words), torch.int32)
-        tail = slice(messages.words, messages.words + STAMP_WORDS)
+        encode: list[Step] = [*self._encode(self._first, inp, send, variant)]
         # Of messages that are sent in part, the end is not sent.
         stamped = variant.stamped and messages.sent is None
-        stamp = [Launch(Stamp(), (self.stamp, send[tail]))] if stamped else []
-        encode = [*first, *stamp, *self._encode(self._first, inp, send, variant)]
+        tail = DenseLayout(inp.dtype, (), tail=messages.words)
+        if stamped:
+            encode.append(Launch(Put(tail), (inp, send, self.stamp)))
+        encode = [*first, *together(inp, encode)]
         kind = "all-gather" if messages.for_all else "all-to-all"
         exchange: list[Step] = [
             Send(kind, self._level, messages.read, received, send, "messages", messages.sent)
@@ -370,10 +395,12 @@ class Reductions:
         decode = [
             step for span in messages.spans for step in self._decode(span, received, out, divisor)
         ]
+        if stamped:
+            flags = (self.stamp, self.mistaken)
+            decode.append(Launch(Sum(tail, divisor), (received, out, *flags)))
+        decode = together(out, decode)
         if sketches is not None:
             decode += sketches.count()
-        if stamped:
-            decode.append(Launch(Differ(), (received[tail], self.stamp, self.mistaken)))
         return [("encode", encode), ("exchange", exchange), ("decode", decode)]
 
     def _encode(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tagc.ops import Ops
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
+from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -21,6 +22,7 @@ from tagc.ops.symbols import SYMBOLS
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
     "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
+    "put_dense", "sum_dense", "get_dense",
 )  # fmt: skip
 # Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8
@@ -156,6 +158,14 @@ def every_call() -> Iterator[Call]:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
         yield from fingerprint_calls(dtype)
+        for wire in {dtype, torch.bfloat16}:
+            for pieces in (
+                (Piece(0, 4096, 0), Piece(4112, 48, 2048)),
+                (Piece(1, 4097, 0), Piece(5001, 3, 4100)),
+            ):
+                layout = DenseLayout(wire, pieces, tail=4104)
+                yield from dense_calls(layout, dtype, next(divisors), stamped=True)
+                yield from dense_calls(layout, dtype, next(divisors), stamped=False)
     for shape in ((1, 1), (2, 8)):
         yield steer_call(*shape)
     # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
@@ -200,6 +210,25 @@ def fingerprint_calls(dtype: torch.dtype) -> Iterator[Call]:
     for changed in (None, torch.bool):
         tensors = (("x", dtype), ("sums", torch.int64), ("before", torch.int64))
         yield Call("fingerprint", (), (*tensors, ("changed", changed)), (), 0)
+
+
+def dense_calls(
+    layout: DenseLayout, dtype: torch.dtype, divisor: int, *, stamped: bool, ranks: int = 8
+) -> Iterator[Call]:
+    """The calls for uncompressed elements.
+
+    Args:
+        stamped: whether messages have stamps.
+    """
+    stamp = ("stamp", _I32 if stamped else None)
+    wrong = ("wrong", torch.bool if stamped else None)
+    of_layout = ("layout", layout)
+    tensors = (("x", dtype), ("message", _I32), stamp)
+    yield Call("put_dense", (ranks,), tensors, (of_layout,))
+    tensors = (("message", _I32), ("out", dtype), stamp, wrong)
+    yield Call("sum_dense", (1, ranks), tensors, (of_layout, ("divisor", divisor)))
+    tensors = (("message", _I32), ("out", dtype), wrong)
+    yield Call("get_dense", (ranks,), tensors, (of_layout,))
 
 
 def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tagc.ops import ABOVE, COUNTS, SATURATED
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
@@ -227,9 +228,64 @@ def _fingerprint(m: Maker) -> Case:
     if m.call.given("changed") is None:
         return m.case(tensors, ["sums", "before"])
     m.reference.fingerprint(x, sums, before)
-    tensors["changed"] = torch.ones(1, dtype=torch.bool, device="cpu")
+    tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
     x[-1:].neg_()
     return m.case(tensors, ["sums", "changed"])
+
+
+def _put_dense(m: Maker) -> Case:
+    layout, columns, words = m.dense()
+    D = m.inputs.destinations
+    x = m.spoilt(m.values(D, columns, dtype=m.call.dtype("x")))
+    stamp = None if m.call.given("stamp") is None else _stamp()
+    tensors = {"x": x, "message": m.garbage(D, words), "stamp": stamp}
+    return m.case(tensors, ["message", "stamp"], layout=layout)
+
+
+def _stamp() -> Tensor:
+    return torch.tensor([GARBAGE + 1, 41], dtype=torch.int32, device="cpu")
+
+
+def _sum_dense(m: Maker) -> Case:
+    layout, columns, words = m.dense()
+    K, R = min(m.call.rows[0], 2), m.call.rows[1]
+    stamp = None if m.call.given("stamp") is None else _stamp()
+    message = _dense_messages(m, K * R, layout, columns, words, stamp)
+    wrong = None
+    if stamp is not None:
+        wrong = torch.zeros(1, dtype=torch.bool, device="cpu")
+        if m.inputs.kind == "ties":
+            message[-1, layout.tail + m.inputs.seed % STAMP_WORDS] += 1
+    tensors: dict[str, Tensor | None] = {
+        "message": message.view(K, R, words),
+        "out": m.values(K, columns, dtype=m.call.dtype("out")),
+        "stamp": stamp,
+        "wrong": wrong,
+    }
+    return m.case(tensors, ["out", "wrong"], layout=layout)
+
+
+def _get_dense(m: Maker) -> Case:
+    layout, columns, words = m.dense()
+    K = m.inputs.destinations
+    wrong = None
+    if m.call.given("wrong") is not None:
+        wrong = torch.tensor([m.inputs.kind == "ties"], dtype=torch.bool, device="cpu")
+    tensors: dict[str, Tensor | None] = {
+        "message": _dense_messages(m, K, layout, columns, words, None),
+        "out": m.values(K, columns, dtype=m.call.dtype("out")),
+        "wrong": wrong,
+    }
+    return m.case(tensors, ["out"], layout=layout)
+
+
+def _dense_messages(
+    m: Maker, rows: int, layout: DenseLayout, columns: int, words: int, stamp: Tensor | None
+) -> Tensor:
+    message = m.garbage(rows, words)
+    x = m.spoilt(m.values(rows, columns, dtype=layout.wire))
+    m.reference.put_dense(x, message, stamp, layout=layout)
+    return message
 
 
 def _steer(m: Maker) -> Case:
@@ -268,6 +324,9 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "undo_lag": _undo_lag,
     "steer": _steer,
     "fingerprint": _fingerprint,
+    "put_dense": _put_dense,
+    "sum_dense": _sum_dense,
+    "get_dense": _get_dense,
     "encode": _encode,
     "select": _select,
     "decode": _decode,

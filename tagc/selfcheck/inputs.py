@@ -21,6 +21,7 @@ from torch import Tensor
 from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import STAMP_WORDS, DenseLayout, Piece
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
@@ -121,6 +122,15 @@ class Maker:
         """See :meth:`blocks`; the capacity shrinks with the layout."""
         layout = self.call.option("layout")
         return small_sketch(layout, capacity) if self.inputs.small else (layout, capacity)
+
+    def dense(self) -> tuple[DenseLayout, int, int]:
+        """See :meth:`blocks`; with a few columns and words more than it needs."""
+        layout = self.call.option("layout")
+        layout = small_dense(layout) if self.inputs.small else layout
+        ends = [(p.column + p.numel, p.word + p.numel * layout.wire.itemsize // 4 + 1)
+                for p in layout.pieces]  # fmt: skip
+        columns, words = (max(n, default=0) for n in zip(*ends, strict=True)) if ends else (0, 0)
+        return layout, columns + 5, max(words, layout.tail + STAMP_WORDS) + 4
 
     def case(
         self, tensors: dict[str, Tensor | None], written: Iterable[str], **options: object
@@ -226,6 +236,18 @@ def small_blocks(layout: BlockLayout) -> BlockLayout:
     units = max(_BLOCKS, 2048 // layout.block)
     # Two scales share a word.
     return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
+
+
+def small_dense(layout: DenseLayout) -> DenseLayout:
+    """Short pieces, in the same order; columns and lengths have the same remainders modulo 16."""
+    pieces, column, word = [], 0, 0
+    for piece in layout.pieces:
+        numel = shortened(piece.numel, 16, _BLOCKS)
+        column += (piece.column - column) % 16
+        pieces.append(Piece(column, numel, word))
+        column += numel
+        word += -(-numel * layout.wire.itemsize // 16) * 4
+    return replace(layout, pieces=tuple(pieces), tail=word)
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:

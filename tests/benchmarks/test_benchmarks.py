@@ -194,7 +194,8 @@ def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     assert suites.main(["host", *args]) == 0
     (found,) = map(json.loads, record.read_text().splitlines())
     assert 0 < found["share"] < 1
-    # One segment in 32 blocks: 2 launches in a reduction, 2 in a gather, and 1 in a backward that
-    # reads its messages again; and 2 fingerprints. Two segments in the root, which gathers once.
-    assert found["tagc_started"] == 32 * 7 + 8
+    # 32 blocks and the root: 2 launches to encode, and 2 to decode, in a reduction and in a gather;
+    # 2 in a backward that reads its messages again, and 2 fingerprints. The root gathers once, and
+    # has two compressed segments.
+    assert found["tagc_started"] == 32 * 12 + 12
     assert "| hybrid |" in capsys.readouterr().out

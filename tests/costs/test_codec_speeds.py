@@ -49,7 +49,8 @@ def test_every_turn_starts_from_an_empty_residual() -> None:
         return call
 
     decoders = {
-        n: getattr(real, n) for n in ("decode", "dequantize", "select", "steer", "undo_lag")
+        n: getattr(real, n)
+        for n in ("decode", "dequantize", "put_dense", "select", "steer", "sum_dense", "undo_lag")
     }
     encoders = {name: encoding(name) for name in ("encode", "quantize")}
     ops: Any = SimpleNamespace(**decoders, **encoders)

@@ -53,7 +53,7 @@ def calls_of(policy: str, ranks: int) -> Recorder:
     recorder = Recorder(OPS)
     assert compiles_ahead(OPS)
     with OPS.compiling_only():
-        rehearse(plan, recorder.ops)
+        rehearse(plan, recorder.ops, stamped=True)
     return recorder
 
 

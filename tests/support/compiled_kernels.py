@@ -9,6 +9,7 @@ import torch
 
 from support.compiled import Compiled, compiling
 from tagc.ops.blocks import BITS, BlockLayout
+from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout
@@ -28,7 +29,8 @@ MATRIX = {
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
     "dequantize_groups_kernel",
 }  # fmt: skip
-OTHERS = {"undo_lag_kernel", "steer_kernel", "fingerprint_kernel"}
+DENSE = {"put_dense_kernel", "sum_dense_kernel", "get_dense_kernel"}
+OTHERS = {"undo_lag_kernel", "steer_kernel", "fingerprint_kernel"} | DENSE
 KERNELS = SKETCH | BLOCKS | MATRIX | OTHERS
 
 
@@ -105,6 +107,16 @@ def fingerprints(x, numel=1 << 14) -> None:
         ops.fingerprint(torch.empty(numel, dtype=x), sums, before, changed)
 
 
+def dense(x, wire, unit, divisor, D=4) -> None:
+    pieces = (Piece(0, 4096, 0), Piece(4096, 64 * unit, 4096))
+    layout = DenseLayout(wire, pieces, tail=5120)
+    message, stamp = torch.empty(D, 5152, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    rows, wrong = torch.empty(D, 8192, dtype=x), torch.zeros(1, dtype=torch.bool)
+    ops.put_dense(rows, message, stamp, layout=layout)
+    ops.sum_dense(message[None], rows[:1], stamp, wrong, layout=layout, divisor=divisor)
+    ops.get_dense(message, rows, wrong, layout=layout)
+
+
 def thresholds(segments, destinations) -> None:
     counts = torch.empty(segments, destinations, 4, dtype=torch.int32)
     numbers = [torch.empty(segments) for _ in range(3)]
@@ -169,6 +181,8 @@ def compile_all(
         for dtype in (F32, BF16, F16):
             lag(dtype)
             fingerprints(dtype)
+            dense(dtype, dtype, 1, 3)
+            dense(dtype, BF16, 16, 2)
         for shape in ((1, 1), (2, 8)):
             thresholds(*shape)
     return found

@@ -453,10 +453,73 @@ def fingerprint(t: dict[str, Any], o: dict[str, Any]) -> Results:
     return {"changed": torch.tensor([not torch.equal(found, t["before"])])}
 
 
+def put_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    layout, message = o["layout"], t["message"].clone()
+    halves = message.numpy().view(np.uint16)
+    for column, numel, word in layout.pieces:
+        x = t["x"][:, column : column + numel]
+        if layout.wire == x.dtype:
+            raw = x.contiguous().numpy(force=True) if x.dtype != torch.bfloat16 else None
+            raw = x.contiguous().view(torch.int16).numpy() if raw is None else raw
+            sent = raw.view(np.uint16)
+        else:
+            wide = x.float().numpy()
+            sent = (oracle.to_bfloat16(wide).view(np.uint32) >> 16).astype(np.uint16)
+            sent = np.where(np.isnan(wide), np.uint16(0x7FC0), sent)
+        if sent.shape[1] % 2:
+            sent = np.pad(sent, ((0, 0), (0, 1)))
+        halves[:, 2 * word : 2 * word + sent.shape[1]] = sent
+    if t["stamp"] is None:
+        return {"message": message}
+    stamp = torch.stack((t["stamp"][0], t["stamp"][1] + 1))
+    message[:, layout.tail : layout.tail + 2] = stamp
+    return {"message": message, "stamp": stamp}
+
+
+def sum_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    layout, message, out = o["layout"], t["message"], t["out"].clone()
+    wrong = False
+    if t["stamp"] is not None:
+        stamps = message[..., layout.tail : layout.tail + 2].reshape(-1, 2).tolist()
+        wrong = any(stamp != t["stamp"].tolist() for stamp in stamps)
+    for k in range(len(out)):
+        for piece in layout.pieces:
+            rows = [wide_piece(row, layout, piece) for row in message[k]]
+            total = rows[0]
+            for row in rows[1:]:
+                total = total + row
+            total = torch.from_numpy(total / F(o["divisor"]))
+            assert total.dtype == F32
+            out[k, piece.column : piece.column + piece.numel] = total.to(out.dtype)
+    found = {"out": torch.full_like(out, torch.nan) if wrong else out}
+    return found if t["wrong"] is None else found | {"wrong": torch.tensor([wrong])}
+
+
+def get_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    layout, out = o["layout"], t["out"].clone()
+    for k, row in enumerate(t["message"]):
+        for piece in layout.pieces:
+            x = wide_piece(row, layout, piece)
+            if out.dtype == torch.float16:
+                x = np.where(np.isfinite(x), np.clip(x, F(-65504), F(65504)), x)
+            out[k, piece.column : piece.column + piece.numel] = torch.from_numpy(x).to(out.dtype)
+    wrong = t["wrong"] is not None and bool(t["wrong"])
+    return {"out": torch.full_like(out, torch.nan) if wrong else out}
+
+
+def wide_piece(message: Tensor, layout: Any, piece: Any) -> np.ndarray:
+    """The elements of a piece in float32."""
+    words = -(-piece.numel * layout.wire.itemsize // 4)
+    raw = message[piece.word : piece.word + words].contiguous().numpy()
+    if layout.wire == torch.bfloat16:
+        return (raw.view(np.uint16)[: piece.numel].astype(np.uint32) << 16).view(F)
+    return raw.view(np.float16 if layout.wire == torch.float16 else F)[: piece.numel].astype(F)
+
+
 _CONTRACTS = {
     contract.__name__: contract
     for contract in (
         quantize, dequantize, quantize_matrix, dequantize_matrix, encode, select, decode, insert,
-        peel, undo_lag, steer, fingerprint,
+        peel, undo_lag, steer, fingerprint, put_dense, sum_dense, get_dense,
     )
 }  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -25,6 +26,7 @@ from tagc.selfcheck import Call, every_call, sketch_calls
 from tagc.selfcheck.calls import OPERATORS as OPERATORS
 from tagc.selfcheck.calls import (
     block_calls,
+    dense_calls,
     dithered_call,
     encoder_calls,
     fingerprint_calls,
@@ -300,6 +302,29 @@ def _sketches(each: int | None) -> Iterator[Trial]:
         yield Trial.of(_name("sketch", symbol, grad, residual), calls, compiled)
 
 
+# Columns and lengths of pieces, ranks, divisor.
+DENSE: Table = [
+    (((0, 64), (64, 4096), (6000, 32)), 3, 3),
+    (((5, 33),), 4, 4),
+    (((1, 1), (3, 2049), (2100, 7)), 12, 6),
+    ((), 2, 2),
+    (((16, 2048), (2064, 2064)), 1, 1),
+    (((0, 1),), 70, 7),
+    (((2, 100), (200, 2)), 9, 8),
+    (((8, 24),), 2, 5),
+    (((0, 5001),), 17, 16),
+]
+
+
+def dense_layout(wire: torch.dtype, pieces: Iterable[tuple[int, int]]) -> DenseLayout:
+    """Pieces one after another in a message, and the stamp after them."""
+    found, word = [], 4
+    for column, numel in pieces:
+        found.append(Piece(column, numel, word))
+        word += -(-numel * wire.itemsize // 16) * 4
+    return DenseLayout(wire, tuple(found), tail=word)
+
+
 def _others() -> Iterator[Trial]:
     for dtype, share in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
         kinds = (USUAL, ROUGH, USUAL, ROUGH, TIES, ROUGH)
@@ -314,6 +339,16 @@ def _others() -> Iterator[Trial]:
             for call in fingerprint_calls(dtype)
         ]
         yield Trial.of(_name("fingerprint", dtype), calls)
+        for wire in dict.fromkeys((dtype, BF16)):
+            calls = []
+            for i, (pieces, ranks, divisor) in enumerate(DENSE):
+                layout = dense_layout(wire, pieces)
+                of_row = dense_calls(layout, dtype, divisor, stamped=i % 3 < 2, ranks=ranks)
+                given = Inputs(kind=(USUAL, TIES, ROUGH)[i // 3], seed=i, small=False)
+                for call in of_row:
+                    two = i % 3 == 2 and call.operator == "sum_dense"
+                    calls.append((replace(call, rows=(2, ranks)) if two else call, given))
+            yield Trial.of(_name("dense", wire, dtype), calls)
     shapes = ((1, 1), (2, 8), (3, 5), (7, 37), (43, 3), (8, 16))
     for parity in (0, 1):
         steered = [(steer_call(*shape), Inputs(seed=seed)) for shape in shapes for seed in (0, 1)]

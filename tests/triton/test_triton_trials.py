@@ -151,6 +151,7 @@ FEW = (
     "matrix 1 8 float32 float32, 1",
     "matrix 2 1 float16 bfloat16, 1",
     "lag bfloat16, 3",
+    "dense bfloat16 float32, 1",
     "steer 0, 1",
 )
 # Each compiles for ten seconds.

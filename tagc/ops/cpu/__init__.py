@@ -5,6 +5,7 @@ from tagc.ops.cpu.lag import prepare_lag, undo_lag
 from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
 from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
 from tagc.ops.cpu.thresholds import prepare_thresholds, steer
+from tagc.ops.dense import get_dense, put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "dequantize_matrix",
     "encode",
     "fingerprint",
+    "get_dense",
     "insert",
     "peel",
     "prepare",
@@ -20,11 +22,13 @@ __all__ = [
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
+    "put_dense",
     "quantize",
     "quantize_matrix",
     "release",
     "select",
     "steer",
+    "sum_dense",
     "undo_lag",
 ]
 

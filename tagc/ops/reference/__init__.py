@@ -1,5 +1,6 @@
 """Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
+from tagc.ops.dense import get_dense, put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
 from tagc.ops.reference.blocks import (
     dequantize,
@@ -28,6 +29,7 @@ __all__ = [
     "dequantize_matrix",
     "encode",
     "fingerprint",
+    "get_dense",
     "insert",
     "peel",
     "prepare",
@@ -35,11 +37,13 @@ __all__ = [
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
+    "put_dense",
     "quantize",
     "quantize_matrix",
     "release",
     "select",
     "steer",
+    "sum_dense",
     "undo_lag",
 ]
 

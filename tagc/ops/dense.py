@@ -1,0 +1,167 @@
+"""Uncompressed elements in messages, and the stamps after them.
+
+A unit's columns without a codec travel beside those with one. An operator here takes all such
+pieces of a message at once, because on a GPU small pieces take as long as their launches. The same
+launch writes or compares stamps; see :mod:`tagc.collect.lockstep`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+STAMP_WORDS = 2
+
+
+class Piece(NamedTuple):
+    """Adjacent columns, and where they are in a message.
+
+    Attributes:
+        word: the first word, a multiple of 4.
+    """
+
+    column: int
+    numel: int
+    word: int
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    """The pieces of a message that are sent in the dtype ``wire``: the elements' own, or bfloat16.
+
+    Attributes:
+        tail: the word of the stamp; 0 if there is none.
+    """
+
+    wire: torch.dtype
+    pieces: tuple[Piece, ...]
+    tail: int = 0
+
+    def moved(self, columns: int, words: int) -> DenseLayout:
+        """The layout in wider rows and messages, in which this one begins at these places."""
+        pieces = (Piece(p.column + columns, p.numel, p.word + words) for p in self.pieces)
+        return replace(self, pieces=tuple(pieces), tail=self.tail and self.tail + words)
+
+    def joined(self, other: DenseLayout) -> DenseLayout:
+        """The pieces of both, and the stamp of the one that has one."""
+        return replace(self, pieces=self.pieces + other.pieces, tail=self.tail or other.tail)
+
+    def elements(self, message: Tensor, piece: Piece) -> Tensor:
+        """A view ``[..., numel]`` of the wire's dtype on ``[..., words]`` int32."""
+        first = piece.word * 4 // self.wire.itemsize
+        return message.view(self.wire)[..., first : first + piece.numel]
+
+    def stamps(self, message: Tensor) -> Tensor:
+        """The stamps ``[..., 2]`` of messages ``[..., words]``."""
+        return message[..., self.tail : self.tail + STAMP_WORDS]
+
+
+class DenseOps(Protocol):
+    """Operators for all pieces of messages at once. Rows have unit stride."""
+
+    def put_dense(
+        self, x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout
+    ) -> None:
+        """Write pieces to messages. Half a word that is left after 16-bit elements becomes 0.
+
+        Args:
+            x: ``[D, columns]``. In bfloat16, a NaN becomes the NaN with the bits 0x7fc0.
+            message: ``[D, words]`` int32, written.
+            stamp: ``[2]`` int32; the second one is counted up, and both are written to the tail of
+                all messages.
+        """
+        ...
+
+    def sum_dense(
+        self,
+        message: Tensor,
+        out: Tensor,
+        stamp: Tensor | None,
+        wrong: Tensor | None,
+        *,
+        layout: DenseLayout,
+        divisor: int,
+    ) -> None:
+        """Sum pieces in the order of the ranks, in float32 (float64 if they are float64), divided
+        by ``divisor`` and rounded to the dtype of ``out``.
+
+        Args:
+            message: ``[K, R, words]`` int32.
+            out: ``[K, columns]``, written; all columns become NaN if any stamp differs.
+            stamp: ``[2]`` int32, what all messages' stamps should be; only with one row ``K``.
+            wrong: boolean ``[1]``, given with ``stamp``: becomes true if any stamp differs.
+        """
+        ...
+
+    def get_dense(
+        self, message: Tensor, out: Tensor, wrong: Tensor | None, *, layout: DenseLayout
+    ) -> None:
+        """Read pieces. Finite elements stay finite in float16: bfloat16 rounds the largest numbers
+        up, beyond its range.
+
+        Args:
+            message: ``[K, words]`` int32.
+            out: ``[K, columns]``, written.
+            wrong: boolean ``[1]``: if true, all columns become NaN.
+        """
+        ...
+
+
+def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
+    for piece in layout.pieces:
+        elements = layout.elements(message, piece)
+        if elements.shape[-1] * layout.wire.itemsize % 4:
+            message[:, piece.word + piece.numel * layout.wire.itemsize // 4] = 0
+        some = x[:, piece.column : piece.column + piece.numel]
+        if layout.wire != x.dtype:
+            rounded = some.to(layout.wire)  # which NaN it makes depends on the place
+            some = rounded.masked_fill_(rounded.isnan(), torch.nan)
+        elements.copy_(some)
+    if stamp is not None:
+        stamp[1:].add_(1)
+        layout.stamps(message).copy_(stamp.expand(len(message), -1))
+
+
+def sum_dense(
+    message: Tensor,
+    out: Tensor,
+    stamp: Tensor | None,
+    wrong: Tensor | None,
+    *,
+    layout: DenseLayout,
+    divisor: int,
+) -> None:
+    wide = torch.float64 if layout.wire == torch.float64 else torch.float32
+    for piece in layout.pieces:
+        first, *others = layout.elements(message, piece).unbind(1)
+        total = first.to(wide, copy=True)
+        for some in others:
+            total += some
+        columns = out[:, piece.column : piece.column + piece.numel]
+        # By a tensor: by a number, a GPU multiplies by the inverse, which rounds twice.
+        torch.div(total, torch.full_like(total[:1, :1], divisor), out=columns)
+    if stamp is not None and wrong is not None:
+        differ = (layout.stamps(message) != stamp).any()
+        wrong.logical_or_(differ)
+        _spoil(out, differ)
+
+
+def get_dense(message: Tensor, out: Tensor, wrong: Tensor | None, *, layout: DenseLayout) -> None:
+    for piece in layout.pieces:
+        elements = layout.elements(message, piece)
+        if out.dtype == torch.float16 and layout.wire != torch.float16:
+            end = torch.finfo(out.dtype).max
+            wide = elements.float()
+            elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
+        out[:, piece.column : piece.column + piece.numel] = elements
+    if wrong is not None:
+        _spoil(out, wrong)
+
+
+def _spoil(out: Tensor, wrong: Tensor) -> None:
+    # A host can look first; a GPU would be waited for.
+    if wrong.device.type != "cpu" or wrong:
+        out.masked_fill_(wrong, torch.nan)
