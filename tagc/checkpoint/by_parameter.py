@@ -142,7 +142,6 @@ class ParamLocation:
 
     @property
     def numel(self) -> int:
-        """Number of elements that are saved."""
         return math.prod(self.shape)
 
     def take(self, state: Tensor) -> Tensor:
@@ -158,7 +157,6 @@ class ParamLocation:
             here.copy_(there)
 
     def _pairs(self, state: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of both that hold the same elements."""
         dim = self.param.dim
         for first, last, rows, columns in self.pieces:
             block = state[rows, columns]
@@ -195,7 +193,6 @@ class UnitState:
 
     @property
     def name(self) -> str:
-        """The unit's name in a state."""
         return f"unit.{self.direction}.{self.reducer.plan.info.label}"
 
     def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:

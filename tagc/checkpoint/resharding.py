@@ -62,12 +62,10 @@ class Saved:
 
     @property
     def numel(self) -> int:
-        """Number of elements that were saved."""
         return math.prod(self.shape)
 
     @property
     def duplicate(self) -> int:
-        """Index among tensor parallelism's duplicates, from 0."""
         return 0 if self.part.duplicate is None else self.part.duplicate[0]
 
     def fits(self, place: ParamLocation) -> bool:
@@ -87,7 +85,6 @@ class Saved:
                 yield start, source, at, target, both
 
     def numel_for(self, place: ParamLocation) -> int:
-        """Number of elements that it has for a place."""
         return sum(both.numel for *_, both in self.overlaps(place))
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tagc.basics.warn import warn
 from tagc.checkpoint.by_parameter import UnitState
-from tagc.checkpoint.digest import Copies
-from tagc.checkpoint.format import BY_HANDLE, Source, StateError, StateHeader
+from tagc.checkpoint.format import BY_HANDLE, Copies, Source, StateError, StateHeader
 from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
 from tagc.codecs.state import nested, part_of
 from tagc.collect import UnitGatherer, UnitReducer, agree_on, gather_by_rank
@@ -73,7 +72,6 @@ class State:
         return max((r.reducer.counters.all_steps for r in self.reduced), default=0)
 
     def header(self) -> StateHeader:
-        """The state's header."""
         return StateHeader(
             policy=self.plan.policy.name,
             policy_hash=self.plan.policy.hash,
@@ -93,11 +91,8 @@ class State:
         return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:16]
 
     def take(self) -> Copies:
-        """Copies of all tensors of the state, by name, on the host. Waits for the device.
-
-        Raises:
-            RuntimeError: in the middle of a step, when gradients of micro-batches wait.
-        """
+        """Copies of all tensors of the state, by name, on the host. Waits for the device. Raises
+        RuntimeError in the middle of a step, when gradients of micro-batches wait."""
         _synchronize()
         for waiting in self.waiting:
             waiting.check_between_steps()
@@ -113,12 +108,9 @@ class State:
     def load(self, open_source: Callable[[], Source], *, force: bool) -> None:
         """Load a state, on all ranks or on none.
 
-        Args:
-            open_source: opens the state; raises StateError if there is nothing to load.
-
         Raises:
-            StateError: if the state is not valid, or, unless forced, if it is of another policy or
-                part of it would be dropped. Nothing has changed then.
+            StateError: if there is none, it is not valid, or, unless forced, if it is of another
+                policy or part of it would be dropped. Nothing has changed then.
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
         here = self.header()

@@ -43,7 +43,6 @@ _WITH_DDP = "with keep_rates, in 600 steps of a GPT of 0.14 M parameters, three 
 
 
 def advice_data(advisor: Advisor) -> dict[str, Any]:
-    """The predicted step of every candidate, and the verdict."""
     q = advisor.question
     dense, other = advisor.best(dense=True, fitting=False), advisor.best(dense=False)
     last = advisor.last_to_pay()

@@ -36,7 +36,6 @@ _REPEATS, _SMALL_REPEATS = 5, 10
 
 
 def is_automatic(policy: Policy) -> bool:
-    """Whether the link decides the codec of any rule."""
     rules = (*policy.gradients, *policy.parameters, *policy.replicas)
     return any(isinstance(rule.codec, AutoConfig) for rule in rules)
 

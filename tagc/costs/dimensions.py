@@ -93,15 +93,9 @@ def activation_traffic(
     experts_per_token: int = 1,
     micro_batches: int = 1,
 ) -> list[DimensionTraffic]:
-    """The traffic of each dimension that sends activations, in the mesh's order.
-
-    Args:
-        tokens: of a data-parallel rank in a step, all micro-batches together.
-        itemsize: bytes of an activation without compression.
-
-    Raises:
-        ModelError: if the shapes lack what a dimension needs: blocks, experts.
-    """
+    """The traffic of each dimension that sends activations, in the mesh's order, for ``tokens`` of
+    a data-parallel rank in all micro-batches together. ``itemsize``: bytes of an uncompressed
+    activation. Raises ModelError if the shapes lack what a dimension needs: blocks, experts."""
     width, blocks = _width(shapes), len(shapes.blocks)
     mine = math.ceil(blocks / mesh.get("pp", 1))
     found = []
@@ -171,7 +165,6 @@ def _blocks_with_experts(shapes: ModelShapes) -> int:
 
 
 def traffic_table(traffic: list[DimensionTraffic], tokens: int) -> str:
-    """Text: a line for each dimension."""
     lines = [f"activations, for {tokens:,} tokens a step:"]
     rows = [("dimension", "ranks", "bits", "dense", "sent", "ratio")]
     for t in traffic:
@@ -232,13 +225,8 @@ def advise_dimensions(
     *,
     memory_bandwidth: float | None,
 ) -> list[DimensionAdvice]:
-    """Advice for each dimension that sends activations.
-
-    Args:
-        traffic: of a policy that compresses all of them.
-        link: between hosts, and inside one.
-        memory_bandwidth: bytes/s of the device's memory; None: codecs count as free.
-    """
+    """Advice for each dimension that sends activations, from the ``traffic`` of a policy that
+    compresses all of them. Without a ``memory_bandwidth``, in bytes/s, codecs count as free."""
     together = place(mesh, link.ranks_per_host)
     found = []
     for t in traffic:

@@ -10,12 +10,12 @@ the memory that compute uses. The step is one long after warm-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from tagc.costs.speed import CodecTime, codec_seconds
 from tagc.ops.program import Send
-from tagc.plan import Direction, Plan, UnitInfo, UnitPlan, native_units, sends_in_step
+from tagc.plan import Direction, Plan, UnitPlan, sends_in_step
 
 PAYS = 0.05
 """Compression pays if it saves this share of the seconds of the uncompressed form."""
@@ -128,7 +128,6 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.compute + self.codec + self.link - self.hidden
 
 
@@ -141,13 +140,10 @@ class Workload:
     codec: float
 
     @classmethod
-    def of(
-        cls, plan: Plan, time: CodecTime, gathers: Sequence[UnitInfo] = (), micro_batches: int = 1
-    ) -> Workload:
-        """Add up the units of a plan, and the model's all-gathers if it has no rules for them."""
-        units = [*plan.all_units]
-        if not plan.parameters:
-            units += native_units(gathers, "parameters")
+    def of(cls, plan: Plan, time: CodecTime, micro_batches: int = 1) -> Workload:
+        """Add up the units of a plan; FSDP itself sends some, among all ranks at once."""
+        native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
+        units = (*plan.all_units, *native)
         sums: dict[tuple[Direction, int], Traffic] = {}
         for unit in units:
             key = (unit.direction, unit.info.world_size)

@@ -29,7 +29,7 @@ from tagc.costs.shapes import (
     check_name,
     synthetic,
 )
-from tagc.policy.suggest import short
+from tagc.policy.document import short
 
 _LARGEST = 100_000_000  # bytes of a JSON file, and of a header: the format's limit
 _INDEX = "weight_map"  # the key that marks an index of several safetensors files

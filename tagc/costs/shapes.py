@@ -33,8 +33,7 @@ _LONGEST_NAME = 400
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a name that no module's parameter has: empty, too long, or with characters that cannot
-    be printed, such as control characters. ``where`` is its source, for the message."""
+    """Refuse a name that no module's parameter has. ``where`` is its source, for the message."""
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise ModelError(
             f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
@@ -52,26 +51,21 @@ class ParamShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model's parameters and the names of its blocks."""
-
     params: tuple[ParamShape, ...]
     blocks: tuple[str, ...]
     source: str = ""  # what was read, for users
 
     @property
     def numel(self) -> int:
-        """Number of parameters."""
         return sum(p.numel for p in self.params)
 
     @property
     def data(self) -> dict[str, object]:
-        """Its size and source, for JSON."""
         blocks, source = len(self.blocks), self.source or None
         return {"parameters": self.numel, "blocks": blocks, "source": source}
 

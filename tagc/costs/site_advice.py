@@ -90,7 +90,6 @@ def _cost(q: Question, policy: Policy, name: str) -> SiteCost:
 
 
 def site_report(q: Question, costs: Sequence[SiteCost], refused: dict[str, str]) -> str:
-    """The question and a table, as text."""
     compute = "" if q.compute is None else f"; compute {format_seconds(q.compute)} a step"
     lines = [
         f"{q.shapes.numel:.3g} parameters; {q.sites} sites of {q.world_size // q.sites} ranks; "

@@ -52,8 +52,7 @@ CodecTime = Callable[[Coding, Segment], float]
 
 
 def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds that a rank spends encoding and decoding a unit in a step of ``micro_batches``
-    backwards."""
+    """Seconds that a rank encodes and decodes a unit in a step of ``micro_batches`` backwards."""
     starts = Counter[str]()
     for send, times in sends_in_step(unit, micro_batches):
         starts[send.flight] += times
@@ -117,7 +116,7 @@ def memory_time(bandwidth: float) -> CodecTime:
 
 
 def no_time(coding: Coding, segment: Segment) -> float:
-    """No codec time: codecs count as free."""
+    """Codecs count as free."""
     return 0.0
 
 
@@ -195,7 +194,7 @@ class _Sample:
         self._run(self._decode)
 
     def receive(self) -> None:
-        """Receive what was sent; decoding may overwrite it."""
+        """Decoding may overwrite what was received."""
         for send in self._sends:
             self._return(send)
 
@@ -214,7 +213,6 @@ class _Sample:
             pass
 
     def _return(self, send: Send) -> None:
-        """What a rank receives if all send the same."""
         out, inp = (self._store.take(place) for place in (send.out, send.inp))
         if out.data_ptr() == inp.data_ptr():
             return

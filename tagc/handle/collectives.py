@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from weakref import ref
 
 import torch
@@ -12,6 +17,8 @@ from torch import nn
 
 from tagc.attach import Levels, OptimizerSteps, Unit
 from tagc.attach.changes import KnownParameters
+from tagc.basics.files import locked
+from tagc.basics.progress import Progress
 from tagc.codecs.workspace import Workspace
 from tagc.collect import (
     CopyGatherer,
@@ -22,12 +29,14 @@ from tagc.collect import (
     Transport,
     UnitGatherer,
     UnitReducer,
+    rehearse,
 )
 from tagc.collect.transport import Connect
 from tagc.collect.waiting import Waiting
-from tagc.ops import Ops, get_ops
+from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.plan import Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy
+from tagc.selfcheck import Recorder, check
 
 
 @dataclass
@@ -56,7 +65,6 @@ class Collectives:
 
     @property
     def waiting(self) -> list[Waiting]:
-        """The gradients of micro-batches that wait, for each reducer."""
         return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
 
     def watch(self, model: nn.Module) -> None:
@@ -77,7 +85,6 @@ class Collectives:
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
-        """The reducers of the reduce-scatter and of the all-reduce across replicas."""
         return [*self.reducers, *self.replica_reducers]
 
     def clear(self) -> None:
@@ -115,11 +122,8 @@ def make_collectives(
     *,
     in_turns: bool = False,
 ) -> Collectives:
-    """Make the collectives of a plan; :func:`install` installs them.
-
-    Args:
-        in_turns: whether a unit may be reduced while messages of others are in flight.
-    """
+    """Make the collectives of a plan; :func:`install` installs them. ``in_turns``: a unit may be
+    reduced while messages of others are in flight."""
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
             "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
@@ -243,3 +247,57 @@ def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup)
         reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
     )
     unit.install_all_reduce(average)
+
+
+def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
+    """Compile and check the operators of ``ops`` that the plan's units will call on ``device``.
+    Returns a note for users on what was checked; None if the implementation is not compiled
+    ahead."""
+    if not compiles_ahead(ops):
+        return None
+    progress = Progress("operators compiled, cached for later runs", shown=shown)
+    recorder = Recorder(ops, progress.step)
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _with_a_compiler(), current:
+        # The ranks of a host take turns: those after the first find compiled kernels.
+        with locked(_folder(), "kernels"), ops.compiling_only():
+            rehearse(plan, recorder.ops)
+        progress.end()
+        progress = Progress("operators checked", len(recorder.calls), shown=shown)
+        checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())
+        progress.end()
+    return f"kernels: {checked}"
+
+
+@contextmanager
+def _with_a_compiler() -> Iterator[None]:
+    """Explain a missing C compiler: Triton builds the launcher of each kernel with it."""
+    try:
+        yield
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise RuntimeError(
+            "tagc: Triton could not build its kernel launcher on this host. It needs a C "
+            "compiler and Python's headers: install gcc and python3-dev (or what your system calls "
+            "them) on every host, or name a compiler by the environment variable CC. "
+            f"TAGC_OPS=reference needs neither, but is slow. Triton's error: {error}"
+        ) from error
+
+
+def _folder() -> Path:
+    """This user's folder for the lock, named by number: in containers a user may have no name."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"tagc-{user}"
+
+
+def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
+    """Compile and check the plan's kernels; the plan gets notes on them."""
+    notes = []
+    if any(unit_plan.compressed for unit_plan in plan.all_units):
+        shown = dist.get_rank() == 0
+        for device in dict.fromkeys(unit.device for unit in units):
+            chosen = get_ops(device, ops)
+            notes.append(make_ready(plan, chosen, device, shown=shown))
+    notes = (*plan.notes, *(note for note in notes if note is not None))
+    return replace(plan, notes=notes)

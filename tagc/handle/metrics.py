@@ -155,13 +155,8 @@ def collect(
     tuning: Tuning | None = None,
     dimensions: Mapping[str, DimensionBytes] | None = None,
 ) -> Metrics:
-    """Read the counters of all units. Waits for the device.
-
-    Args:
-        native_bytes: bytes that FSDP's own all-gathers send in a step of one backward.
-        parameter_error, noise_factor, dimensions: see :class:`Metrics`.
-        tuning: the policy's factors.
-    """
+    """Read the counters of all units. Waits for the device. ``native_bytes`` are those that FSDP's
+    own all-gathers send in a step of one backward."""
     all_reducers = [*reducers, *replicas]
     # Elements of sparse codecs, summed over the steps.
     counts = [(count, r) for r in all_reducers for count in r.selection_counts()]

@@ -45,9 +45,9 @@ from tagc.handle.collectives import (
     make_collectives,
     on_gloo,
     over_replicas,
+    with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.handle.readiness import with_kernels
 from tagc.plan import Plan, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
+from tagc.codecs.quantized import QuantizedConfig
 from tagc.plan.checks import (
     COMPRESSIBLE,
-    about_shots,
-    beyond_their_names,
     check_dtype,
     check_effect,
-    in_levels,
-    in_one_level,
-    kept_native,
-    left_out,
     matrices_of,
-    unshared_supports,
-    without_gathers,
-    without_role,
+    notes_on,
 )
 from tagc.plan.choice import ABOUT_FREEZING, AUTO_BITS, Choose, frozen, resolve_auto
-from tagc.plan.inside import plan_inside, without_effect
-from tagc.plan.messages import Segment
+from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import columns_of
-from tagc.plan.plan import Plan
+from tagc.plan.plan import Plan, native_units
 from tagc.plan.sites import about_sites
-from tagc.plan.step import native_units
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import ParameterRule, Policy, PolicyError, Rule, When, first_match
+from tagc.policy import Inside, ParameterRule, Policy, PolicyError, Rule, When, first_match
 from tagc.policy.rules import AutoConfig
 
 # Replicas' gradients must be averaged even if the policy has no rules for them.
@@ -55,8 +47,7 @@ def build_plan(
 
     Args:
         units: the reduce-scatter of every unit.
-        gathers: the all-gather of every unit, which FSDP does itself if the policy has no rules
-            for parameters.
+        gathers: the all-gather of every unit, which FSDP does itself without rules for parameters.
         replicas: the all-reduce of every unit's shard; needed if the model has replicas.
         choose: resolves ``codec: auto``, given the position of a unit in these lists.
         gloo: whether the backend is gloo, where tagc's two levels are faster than gloo's own sums.
@@ -72,70 +63,44 @@ def build_plan(
     chosen: dict[tuple[Direction, str], list[str]] = {}
     settled: dict[tuple[str, int], dict[CodecConfig, list[str]]] = {}
 
-    def applied(
-        infos: Sequence[UnitInfo],
-        rules: Sequence[Rule | ParameterRule],
-        direction: Direction,
+    def planned(
+        infos: Sequence[UnitInfo], rules: Sequence[Rule | ParameterRule], direction: Direction
     ) -> tuple[UnitPlan, ...]:
-        if not rules:
-            return ()
-        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos))
+        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos) if rules)
 
     def one(
         i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
     ) -> UnitPlan:
-        options, bits = _plan_unit(info, policy, rules, direction, matched)
-        if not gloo and info.ranks_per_host > 1 and not options[0].compressed:
-            one_level = info.in_one_level()
-            options[0] = _plan_unit(one_level, policy, rules, direction, matched)[0][0]
-        if len(options) == 1:
-            settle(options[0], rules, bits[0])
-            return options[0]
-        if choose is None:
-            raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
-        choice = choose(i, options)
-        chosen.setdefault((direction, choice.why), []).append(info.name or "(root)")
-        settle(options[choice.index], rules, bits[choice.index])
-        return options[choice.index]
-
-    def settle(unit: UnitPlan, rules: Sequence[Rule | ParameterRule], bits: int) -> None:
+        options = _plan_unit(info, policy, rules, direction, matched)
+        if not gloo and info.ranks_per_host > 1 and not options[0][0].compressed:
+            options[0] = _plan_unit(info.in_one_level(), policy, rules, direction, matched)[0]
+        unit, bits = options[0]
+        if len(options) > 1:
+            if choose is None:
+                raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
+            choice = choose(i, [option for option, _ in options])
+            chosen.setdefault((direction, choice.why), []).append(info.label)
+            unit, bits = options[choice.index]
         for segment in unit.segments:
             index = segment.rule
             if index is not None and isinstance(rules[index].codec, AutoConfig):
+                codecs = settled.setdefault((direction, index), {})
                 config = _resolved(rules[index], unit.info, bits)
-                codecs = settled.setdefault((unit.direction, index), {})
                 codecs.setdefault(config, []).extend(param.name for param in segment.params)
+        return unit
 
     directions = (
-        applied(units, policy.gradients, "gradients"),
-        applied(gathers, policy.parameters, "parameters"),
-        applied(replicas, policy.replicas or _DENSE, "replicas"),
+        planned(units, policy.gradients, "gradients"),
+        planned(gathers, policy.parameters, "parameters"),
+        planned(replicas, policy.replicas or _DENSE, "replicas"),
     )
     native = () if policy.parameters else tuple(native_units(gathers, "parameters"))
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
     if chosen:
         notes.append(ABOUT_FREEZING)
-    notes += [
-        note
-        for plans, rules in zip(
-            directions, (policy.gradients, (), policy.replicas or _DENSE), strict=True
-        )
-        for note in unshared_supports(plans, rules)
-    ]
-    notes += [note for units in directions[:2] for note in in_levels(units)]
-    notes += without_effect(directions[0], policy.inside)
-    notes += [note for units in directions[::2] for note in about_shots(units)]
-    notes += left_out(directions[1], policy)
-    notes += without_gathers(units, policy)
-    notes += in_one_level(units, directions[0])
-    notes += in_one_level(gathers, directions[1])
-    notes += kept_native(directions[1])
-    notes += without_role(named.values(), policy)
-    notes += beyond_their_names([unit for units in directions for unit in units])
-    segments = [s for units in directions for unit in units for s in unit.segments]
-    kinds = [s.codec.feedback for s in segments if s.codec.feedback is not None]
-    notes += dict.fromkeys(feedback.note for feedback in kinds if feedback.note)
+    infos = (units, gathers)
+    notes += notes_on(directions, infos, policy, named.values())
     notes += [] if policy.sites is None else about_sites(directions[0], policy.sites)
     notes += [] if policy.tuning is None else [policy.tuning.advice]
     plan = Plan(
@@ -165,7 +130,7 @@ def _plan_unit(
     rules: Sequence[Rule | ParameterRule],
     direction: Direction,
     matched: set[tuple[Direction, int]],
-) -> tuple[list[UnitPlan], list[int]]:
+) -> list[tuple[UnitPlan, int]]:
     """The unit's plan, or its options with ``codec: auto``, the least compressed first; and the
     bits of each."""
     runs: list[_Run] = []
@@ -222,7 +187,7 @@ def _plan_unit(
         options.setdefault(with_bits(bits), bits)
     for option in options:
         check_dtype(option)
-    return [*options], [*options.values()]
+    return [*options.items()]
 
 
 def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int) -> CodecConfig:
@@ -255,3 +220,40 @@ def _plan_segment(
         return plan_codec(config, request)
     except ValueError as error:  # such as more ranks than the sum of a symbol can hold
         raise PolicyError(f"{config.description} of {params[0].name}: {error}") from None
+
+
+_CONFIGS: dict[Inside, CodecConfig] = {
+    "native": DenseConfig(),
+    "bfloat16": DenseConfig(wire="bfloat16"),
+    "int8": QuantizedConfig(bits=8, rounding="stochastic"),
+}
+assert set(_CONFIGS) == set(get_args(Inside))
+
+
+def config_inside(inside: Inside) -> CodecConfig:
+    """The codec for a value of the policy's key ``inside``."""
+    return _CONFIGS[inside]
+
+
+def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
+    """The unit with messages inside hosts, if its ranks add up there and messages send less."""
+    adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
+    # bfloat16 saves nothing if gradients have two bytes already.
+    fewer = inside == "int8" or (inside == "bfloat16" and unit.info.dtype.itemsize > 2)
+    if not (adds_up and fewer and unit.compressed):
+        return unit
+
+    def of_host(segment: Segment) -> Segment:
+        request = PlanRequest(
+            columns=segment.columns,
+            world_size=unit.info.ranks_per_host,
+            dtype=unit.info.dtype,
+            feedback=None,
+        )
+        config = config_inside(inside if segment.compressed else "native")
+        return replace(segment, codec=plan_codec(config, request))
+
+    rows, each = unit.rows, unit.rows // unit.info.ranks_per_host
+    segments = tuple(map(of_host, unit.segments))
+    message = MessagePlan(segments=segments, made=rows, read=rows, rows=each)
+    return replace(unit, inside=message)

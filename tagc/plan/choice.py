@@ -28,8 +28,6 @@ _KEPT_BYTES = 1 + 2 / 256
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The index of the chosen plan among a unit's options, and the reason."""
-
     index: int
     why: str
 
@@ -52,12 +50,9 @@ class Choose(Protocol):
 
 
 def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool) -> CodecConfig:
-    """The codec with ``bits`` bits, but at least the rule's ``min_bits``.
-
-    Args:
-        copy_bytes: bytes per parameter of the model that a rank would store for a copy.
-        owes: whether gradients have a residual; without one they are rounded stochastically.
-    """
+    """The codec with ``bits`` bits, but at least the rule's ``min_bits``. A copy takes
+    ``copy_bytes`` per parameter of the model. Without a residual (``owes``), gradients are rounded
+    stochastically."""
     parameters = isinstance(config, AutoParametersConfig)
     bits = max(bits, config.min_bits)
     if bits == 32:
@@ -91,8 +86,7 @@ def frozen(policy: Policy, settled: Settled) -> str:
 
 
 def _settled_rules(rule: dict[str, Any], codecs: Mapping[CodecConfig, Sequence[str]]) -> Any:
-    """The rule with the codec that ``auto`` became; if they are several, a rule with the names of
-    the parameters of each."""
+    """The rule, or one for the parameters of each codec that ``auto`` became."""
     if rule["codec"]["kind"] != "auto":
         yield rule
         return

@@ -22,14 +22,9 @@ from tagc.plan.units import UnitInfo, UnitParam
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlice:
-    """Elements ``offset`` to ``offset + length`` of a flattened parameter.
-
-    Attributes:
-        row: the rank that owns them.
-        column: column of the first element in the segment.
-        start: column of the first element in a row of FSDP1's buffer; for FSDP2 equal to
-            ``column``.
-    """
+    """Elements ``offset`` to ``offset + length`` of a flattened parameter, in the row of the rank
+    that owns them, from ``column`` of the segment on, and from ``start`` of a row of FSDP's buffer
+    on (for FSDP2 the same)."""
 
     param: str
     offset: int
@@ -45,7 +40,6 @@ def is_whole(info: UnitInfo, params: Sequence[UnitParam]) -> bool:
 
 
 def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
-    """Columns of a segment of these parameters, including padding."""
     if info.flat is None:
         return sum(param.columns for param in params)
     if is_whole(info, params):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tagc.plan.alike import merged
-from tagc.plan.memory import Memory, memory_of
+from tagc.codecs.dense import DensePlan
 from tagc.plan.messages import Segment
-from tagc.plan.programs import bytes_in_step
+from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
-from tagc.plan.step import Sent, about_steps, headline, sent_in_step
-from tagc.plan.table import Row, as_text
-from tagc.plan.unit_plan import UnitPlan
-from tagc.plan.units import UnitParam
+from tagc.plan.table import Row, as_text, format_bytes, merged
+from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 
 
@@ -151,13 +149,10 @@ class Plan:
 
 
 def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:
-    """One row for each of a unit's parameters."""
     sent = bytes_in_step(unit, micro_batches)
     for segment, wire_bytes in zip(unit.segments, sent, strict=True):
-        columns = [unit.dense_columns([param]) for param in segment.params]
-        total = sum(columns) or 1
-        shares = segment.codec.word_shares(columns)
-        for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
+        total = sum(unit.dense_columns([param]) for param in segment.params) or 1
+        for param, own, wire_share in unit.shares(segment):
             info = policy.describe(param.name, param.shape)
             why = "" if segment.compressed else _why_dense(unit, segment, param, policy, info)
             yield Row(
@@ -190,3 +185,74 @@ def _why_dense(
     if not segment.columns:
         return "no elements"
     return "chosen by codec auto"
+
+
+Sent = tuple[float, float]
+"""Bytes that a rank sends, and that it would send uncompressed."""
+
+
+def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPlan]:
+    """Plans of units that FSDP sends uncompressed."""
+    units = []
+    for info in infos:
+        columns = sum(p.columns for p in info.params)
+        segment = Segment(
+            start=0,
+            stop=columns,
+            params=info.params,
+            rule=None,
+            codec=DensePlan(numel=columns, wire=info.dtype),
+        )
+        units.append(UnitPlan(info=info, segments=(segment,), direction=direction))
+    return units
+
+
+def sent_in_step(units: Sequence[UnitPlan], micro_batches: int) -> Sent:
+    wire = dense = 0.0
+    for unit in units:
+        wire += sum(bytes_in_step(unit, micro_batches))
+        columns = sum(unit.dense_columns(segment.params) for segment in unit.segments)
+        dense += unit.dense_bytes(columns, micro_batches)
+    return wire, dense
+
+
+def total(sent: Mapping[str, Sent]) -> Sent:
+    wires, denses = zip(*sent.values(), strict=True) if sent else ((), ())
+    return sum(wires), sum(denses)
+
+
+def times_less(sent: Sent) -> str:
+    """The ratio as text: ``7.87×``."""
+    wire, dense = sent
+    ratio = dense / wire if wire else 1.0
+    return f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.3g}×"
+
+
+def headline(sent: Mapping[str, Sent], per: str, *, native: bool) -> str:
+    """What a rank sends ``per`` step or exchange, and by how much less, by direction and together.
+    ``native``: FSDP sends the parameters itself."""
+    wire, dense = total(sent)
+    parts = [f"{name} {times_less(one)}" for name, one in sent.items()]
+    parts = [f"{p} (FSDP sends them)" if native and p.startswith("param") else p for p in parts]
+    if len(parts) > 1:
+        parts.append(f"together {times_less((wire, dense))}")
+    return (
+        f"a rank sends {format_bytes(wire)} per {per} instead of {format_bytes(dense)}: "
+        f"{', '.join(parts)} less"
+    )
+
+
+def about_steps(units: Sequence[UnitPlan], micro_batches: int) -> Iterator[str]:
+    """A note on what a step is, and what micro-batches send, for the units of all directions, those
+    that FSDP sends itself included."""
+    more = [b - a for a, b in zip(sent_in_step(units, 1), sent_in_step(units, 2), strict=True)]
+    step = "one backward" if micro_batches == 1 else f"{micro_batches} backwards"
+    if any(unit.info.replicated for unit in units):
+        yield f"a step is {step}; with no_sync() only the last micro-batch sends"
+    elif any(sent_in_step(units, 1)):
+        once = any(unit.all_reduced or unit.info.ranks_per_host > 1 for unit in units)
+        how = ", with set_requires_all_reduce(False)" if once else ""
+        yield (
+            f"a step is {step}; each micro-batch after the first sends {format_bytes(more[0])} "
+            f"(uncompressed {format_bytes(more[1])}){how}"
+        )

@@ -10,7 +10,7 @@ form a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -48,7 +48,7 @@ class UnitPlan:
     Attributes:
         shots: the two shots of an all-reduce; None in one shot.
         inside: messages between the ranks of a host that add up gradients; None if they send each
-            other gradients uncompressed, or none. See :mod:`tagc.plan.inside`.
+            other gradients uncompressed, or none. See :mod:`tagc.plan.build`.
     """
 
     info: UnitInfo
@@ -93,7 +93,7 @@ class UnitPlan:
 
     @cached_property
     def columns(self) -> int:
-        """Elements of one shard of the unit in the segments' arrangement."""
+        """Elements of a shard in the segments' arrangement."""
         return self.segments[-1].stop if self.segments else 0
 
     @cached_property
@@ -108,6 +108,11 @@ class UnitPlan:
             return sum(param.columns for param in params)
         numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
         return self.info.flat.columns * numel / max(1, total)
+
+    def shares(self, segment: Segment) -> Iterator[tuple[UnitParam, float, float]]:
+        """Each parameter of a segment, its dense columns, and its share of the segment's words."""
+        columns = [self.dense_columns([param]) for param in segment.params]
+        return zip(segment.params, columns, segment.codec.word_shares(columns), strict=True)
 
     @cached_property
     def for_all(self) -> bool:
@@ -140,16 +145,13 @@ class UnitPlan:
 
     @cached_property
     def compressed(self) -> tuple[Segment, ...]:
-        """The segments that are compressed."""
         return tuple(s for s in self.segments if s.compressed)
 
     @cached_property
     def dense(self) -> tuple[Segment, ...]:
-        """The segments that are not compressed."""
         return tuple(s for s in self.segments if not s.compressed)
 
     def of(self, *plans: type[CodecPlan]) -> tuple[Segment, ...]:
-        """The segments whose codec plan is an instance of one of ``plans``."""
         return tuple(s for s in self.segments if isinstance(s.codec, plans))
 
     @cached_property

@@ -32,11 +32,13 @@ from tagc.policy.document import (
     Problem,
     builtin_names,
     is_path,
+    raise_problems,
     read,
     read_builtin,
     read_file,
+    short,
+    translate,
 )
-from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo, Role, clean_name, roles_beside
 from tagc.policy.rules import (
     DimensionRule,
@@ -44,11 +46,11 @@ from tagc.policy.rules import (
     OneOrMore,
     ParameterRule,
     Rule,
+    SitesConfig,
     check_replicated,
     first_match,
+    problems_of_sites,
 )
-from tagc.policy.sites import SitesConfig, problems_of_sites
-from tagc.policy.suggest import short
 
 
 def _check_schema(value: object) -> object:

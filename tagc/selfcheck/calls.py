@@ -46,7 +46,6 @@ class Call:
     rest: int = 0
 
     def dtype(self, argument: str) -> torch.dtype:
-        """Dtype of a tensor that was given."""
         found = dict(self.dtypes)[argument]
         assert found is not None
         return found
@@ -56,7 +55,6 @@ class Call:
         return dict(self.dtypes)[argument]
 
     def option(self, name: str) -> Any:
-        """An argument that is not a tensor."""
         return dict(self.options)[name]
 
     def __str__(self) -> str:
@@ -96,7 +94,6 @@ class Recorder:
 
     @property
     def ops(self) -> Ops:
-        """This recorder, typed as ``Ops``."""
         return cast(Ops, self)
 
     def _noting(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +167,6 @@ def every_call() -> Iterator[Call]:
 def block_calls(
     layout: BlockLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
 ) -> Iterator[Call]:
-    """The calls of codec ``quantized``."""
     others = (("dither", None),)
     return _elementwise("quantize", layout, dtypes, average, divisor, ranks, others)
 
@@ -178,12 +174,11 @@ def block_calls(
 def matrix_calls(
     layout: MatrixLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
 ) -> Iterator[Call]:
-    """The calls of codec ``matrix``."""
     return _elementwise("quantize_matrix", layout, dtypes, average, divisor, ranks, ())
 
 
 def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:
-    """The call of a lead, for gradients of this dtype."""
+    """The call of a lead."""
     tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
     return Call("undo_lag", (), tensors, (), rest)
 
@@ -227,11 +222,8 @@ def _elementwise(operator, layout, dtypes, average, divisor, ranks, others) -> I
 def encoder_calls(
     layout: SketchLayout, dtypes: Dtypes, divisor: int, ranks: int = 2, capacity: int | None = None
 ) -> Iterator[Call]:
-    """Those of codec ``sketch``.
-
-    Args:
-        capacity: groups that a rank may keep; default: the keys, divided among all.
-    """
+    """Those of codec ``sketch``. A rank may keep ``capacity`` groups; default: the keys, divided
+    among all."""
     gradient, residual = dtypes
     W, symbol = ranks, layout.symbol
     capacity = layout.keys // W if capacity is None else capacity
