@@ -32,17 +32,12 @@ class Elements(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a parameter. As text, it ends the name of a saved tensor.
+    """A part of a parameter. As text, it ends the name of a saved tensor."""
 
-    Attributes:
-        box: the box of the parameter, with tensor parallelism; None for the whole parameter.
-        duplicate: index and number of tensor parallelism's duplicates; None if there is only one.
-        shard: index and number of shards of the box, or elements of it, if shards are flat and cut
-            parameters anywhere, or are cut into slices; None for the whole box.
-    """
-
-    box: Box | None
-    duplicate: tuple[int, int] | None
+    box: Box | None  # with tensor parallelism; None for the whole parameter
+    duplicate: tuple[int, int] | None  # index and number of tensor parallelism's, if several
+    # Index and number of shards of the box; elements of it, if flat shards or slices cut it
+    # anywhere; None for the whole box.
     shard: tuple[int, int] | Elements | None
 
     def __str__(self) -> str:
@@ -117,17 +112,13 @@ _Piece = tuple[int, int, slice, slice]
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLocation:
-    """Where the elements of a part of a parameter lie in a tensor of state ``[rows, columns]``.
-
-    Attributes:
-        ranks: ranks over which the unit's gradients are averaged.
-        pieces: blocks of rows and columns that hold the elements in order. If shards are cut along
-            another dimension than the first, all of them are in one block, a shard a row.
-    """
+    """Where the elements of a part of a parameter lie in a tensor of state ``[rows, columns]``."""
 
     param: UnitParam
     part: Part
-    ranks: int = 1
+    ranks: int = 1  # over which the unit's gradients are averaged
+    # Blocks of rows and columns that hold the elements in order. If shards are cut along another
+    # dimension than the first, all of them are in one block, a shard a row.
     pieces: tuple[_Piece, ...] = ()
 
     @property
@@ -173,23 +164,16 @@ _Locate = Callable[[Segment], Iterator[ParamLocation]]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitState:
-    """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``.
-
-    Attributes:
-        shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
-        replica: index of the replica that this rank is in, from 0; 0 without replicas.
-        shared: tensors ``[S]`` that all replicas hold alike, by kind; see
-            :attr:`tagc.site.anchor.Anchor.shared`.
-        owners: whether residuals of owners of slices are part of it.
-    """
+    """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``."""
 
     direction: str
     reducer: UnitReducer
-    shard: int
+    shard: int  # index of this rank's shard of the unit's parameters
     shards: int
-    replica: int = 0
+    replica: int = 0  # index of the replica that this rank is in
+    # Tensors ``[S]`` that all replicas hold alike; see :attr:`tagc.site.anchor.Anchor.shared`.
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    owners: bool = True
+    owners: bool = True  # whether residuals of owners of slices are part of it
 
     @property
     def name(self) -> str:

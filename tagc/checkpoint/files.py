@@ -4,6 +4,11 @@ A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all f
 folder and complete, the name of the save is written to the marker ``tagc.json``. The marker is
 replaced in one step, and until then the folder keeps its previous state, so a crash at any moment
 leaves a whole state. Every file has a digest of its content, so that damaged files are refused.
+
+States in a checkpoint of ``torch.distributed.checkpoint`` are read without its collectives. torch
+loads only the names in a state dict, which are those of the ranks that load. To take over residuals
+of other ranks, or of another policy, tagc must see all names first. They are in the checkpoint's
+index, a pickle, of which the unpickler here allows only the classes that torch writes to an index.
 """
 
 from __future__ import annotations
@@ -123,7 +128,8 @@ def save_folder(folder: Path, state: State) -> None:
             # The marker may name these files, so they stay.
             error.add_note(f"the files of this save are left in {folder}: {failure}")
         else:
-            remove_rank(folder, save, rank, world_size)
+            with suppress(OSError):  # the next save removes leftovers
+                (folder / _file_name(rank, world_size, save)).unlink(missing_ok=True)
         raise
     if commits:
         try:
@@ -144,27 +150,13 @@ def write_rank(
     if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = with_digest(about.to_strings() | {"save": save}, tensors, sums)
-    target = folder / _file_name(about.rank, about.world_size, save)
-    partial = target.with_suffix(_PARTIAL)
-    try:
+    with _replacing(folder / _file_name(about.rank, about.world_size, save)) as partial:
         try:
             save_file(tensors, partial, metadata)
         except SafetensorError as error:  # safetensors wraps the system's error
             raise OSError(f"{partial}: {error}") from error
         _ = _open_file(partial).tensors  # reading checks them
-        _replace(partial, target)
-    except BaseException:
-        remove_rank(folder, save, about.rank, about.world_size)
-        raise
     return metadata[DIGEST]
-
-
-def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Remove the files of :func:`write_rank`, as far as the system allows."""
-    target = folder / _file_name(rank, world_size, save)
-    for file in (target, target.with_suffix(_PARTIAL)):
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
 
 
 def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
@@ -205,14 +197,8 @@ def write_marker(folder: Path, content: bytes | None) -> None:
     if content is None:
         (folder / MARKER).unlink(missing_ok=True)
         return
-    partial = folder / f"{MARKER}{_PARTIAL}"
-    try:
+    with _replacing(folder / MARKER) as partial:
         partial.write_bytes(content)
-        _replace(partial, folder / MARKER)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def is_committed(folder: Path, save: str) -> bool:
@@ -312,12 +298,21 @@ def _file_name(rank: int, world_size: int, save: str) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}-{save}.safetensors"
 
 
-def _replace(partial: Path, target: Path) -> None:
-    """Rename a file so that, even after a power cut, the target has its old or its new content,
-    and all of it."""
-    _flush(partial)
-    os.replace(partial, target)
-    _flush(target.parent)
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A file to write, which is then renamed so that, even after a power cut, the target has its
+    old or its new content, and all of it. It is removed, as far as the system allows, if that
+    fails."""
+    partial = target.with_suffix(_PARTIAL)
+    try:
+        yield partial
+        _flush(partial)
+        os.replace(partial, target)
+        _flush(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _flush(path: Path) -> None:

@@ -1,6 +1,8 @@
 """The format of a saved state: named tensors of one rank, and a header that describes them.
 
-Everything is a tensor, including the header, so neither saving nor loading needs pickle.
+Everything is a tensor, including the header, so neither saving nor loading needs pickle. A digest
+detects damage. It hashes sums over the bits of tensors, which are taken where a tensor lies, so a
+GPU's residuals are not hashed by the host.
 """
 
 from __future__ import annotations
@@ -45,27 +47,16 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """The origin of a state.
+    """The origin of a state."""
 
-    Attributes:
-        policy: the policy's name, for messages.
-        policy_hash: see :attr:`tagc.Policy.hash`.
-        layout: fingerprint of the plan.
-        world_size, rank: number of processes, and this rank among them.
-        step: number of reductions so far: the largest of any unit.
-        version: version of tagc.
-        parts: hash of the parts of parameters that tensor parallelism gave the rank; empty without
-            tensor parallelism.
-    """
-
-    policy: str
-    policy_hash: str
-    layout: str
+    policy: str  # its name, for messages
+    policy_hash: str  # see :attr:`tagc.Policy.hash`
+    layout: str  # fingerprint of the plan
     world_size: int
     rank: int
-    step: int
+    step: int  # reductions so far: the largest number of any unit
     version: str = __version__
-    parts: str = ""
+    parts: str = ""  # hash of the parts of parameters that tensor parallelism gave the rank, if any
 
     def to_strings(self) -> dict[str, str]:
         strings = {field.name: str(getattr(self, field.name)) for field in fields(self)}
@@ -141,19 +132,12 @@ class RankState:
 
 
 class Source:
-    """The states of all ranks that took part in one save, or the state of one of them.
-
-    Attributes:
-        where: the source's name in messages.
-        ranks: the states, by rank.
-        alone: whether it has only the state of one rank, while other ranks have their own sources.
-        identity: text that must be equal on all ranks that load together.
-    """
+    """The states of all ranks that took part in one save, by rank; or (``alone``) of one of them,
+    while others have their own sources. ``identity`` must be equal on all ranks that load."""
 
     def __init__(
         self, where: str, ranks: Mapping[int, RankState], save: str = "", *, alone: bool = False
     ) -> None:
-        """Check that the states are of one save, of these ranks."""
         self.where, self.ranks, self.alone = where, ranks, alone
         self.first = next(iter(ranks.values())).header
         # With tensor parallelism, the parts of ranks may differ in size, and so their layouts.

@@ -48,23 +48,14 @@ _Part = UnitReducer | UnitGatherer | Clock
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a wrapped model on this rank.
-
-    Attributes:
-        groups: the groups of the ranks that share the model, including tensor-parallel ones.
-        reduced: the units in each direction of gradients.
-        gathered: the gatherers of the units' parameters; empty if FSDP gathers them.
-        waiting: the gradients of micro-batches that wait. A state cannot contain any.
-        clock: counts the optimizer steps of sites, and knows what is in flight between them; None
-            without sites.
-    """
+    """The state of a wrapped model on this rank."""
 
     plan: Plan
-    groups: Sequence[dist.ProcessGroup]
-    reduced: Sequence[UnitState]
-    gathered: Sequence[UnitGatherer]
-    waiting: Sequence[Waiting] = ()
-    clock: Clock | None = None
+    groups: Sequence[dist.ProcessGroup]  # that share the model, including tensor-parallel ones
+    reduced: Sequence[UnitState]  # the units in each direction of gradients
+    gathered: Sequence[UnitGatherer]  # empty if FSDP gathers parameters
+    waiting: Sequence[Waiting] = ()  # gradients of micro-batches, which a state cannot contain
+    clock: Clock | None = None  # of sites: counts optimizer steps, knows what is in flight
 
     @property
     def step(self) -> int:

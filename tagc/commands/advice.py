@@ -28,8 +28,7 @@ from tagc.costs.dimensions import (
 )
 from tagc.costs.explain import plan_data, plan_shapes, plan_sites
 from tagc.costs.link import Link
-from tagc.costs.models import load_model
-from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs.shapes import ModelError, ModelShapes, load_model
 from tagc.costs.site_advice import site_costs, site_report
 from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, policies

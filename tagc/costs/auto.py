@@ -148,12 +148,15 @@ def measured_choice(
         return replace(across, latency=latency, inside=inside.bandwidth)
 
     notes = [
-        f"measured over {group.size()} ranks{of}: {_describe(by_group[id(group)])}"
+        f"measured over {group.size()} ranks{of}: {8e-9 * link.bandwidth:.3g} Gbit/s, "
+        f"{_milliseconds(link.latency)} per collective, native reduce-scatter takes "
+        f"{link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} times as long as messages"
         for group, of in (
             *((group, "") for group in groups),
             *((levels.across, ", one per host") for levels in shared),
             *((levels.inside, " of a host") for levels in shared),
         )
+        for link in (by_group[id(group)],)
         if group.size() > 1
     ]
     each = [f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in speeds.items()]
@@ -262,11 +265,3 @@ def codecs_of(
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _describe(link: Link) -> str:
-    return (
-        f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
-        f"native reduce-scatter takes {link.reduce_scatter:.2g} and all-gather "
-        f"{link.all_gather:.2g} times as long as messages"
-    )

@@ -17,24 +17,15 @@ from tagc.policy.rules import check_lead
 
 @dataclass(frozen=True, kw_only=True)
 class SiteCost:
-    """What a policy costs between sites, on average over optimizer steps.
-
-    Attributes:
-        every: optimizer steps between two exchanges of the same parameters; 1 for gradients.
-        wire_bytes: bytes that a site sends in an optimizer step.
-        link: seconds on the link.
-        waits: seconds of these that training waits.
-        seconds: the whole step.
-        memory: bytes of a rank's memory for anchors, residuals and buffers.
-    """
+    """What a policy costs between sites, on average over optimizer steps."""
 
     name: str
-    every: int
-    wire_bytes: float
-    link: float
-    waits: float
-    seconds: float
-    memory: int
+    every: int  # optimizer steps between two exchanges of the same parameters; 1 for gradients
+    wire_bytes: float  # that a site sends in an optimizer step
+    link: float  # seconds on the link
+    waits: float  # seconds of these that training waits
+    seconds: float  # the whole step
+    memory: int  # bytes of a rank, for anchors, residuals and buffers
 
 
 def site_costs(q: Question, policies: Sequence[Policy]) -> tuple[list[SiteCost], dict[str, str]]:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -182,16 +183,11 @@ class _Sample:
                 encode += launches
             elif name.startswith("decode"):
                 decode += launches
-        self._encode, self._decode = self._bound(encode), self._bound(decode)
+        self.encode = partial(self._run, self._bound(encode))
+        self.decode = partial(self._run, self._bound(decode))
         self._sends = program.sends
         self.restore()
         self.encode()
-
-    def encode(self) -> None:
-        self._run(self._encode)
-
-    def decode(self) -> None:
-        self._run(self._decode)
 
     def receive(self) -> None:
         """Decoding may overwrite what was received."""

@@ -1,4 +1,8 @@
-"""Makes the collectives that replace FSDP's from a plan, and installs them on a model's units."""
+"""Makes the collectives that replace FSDP's from a plan, and installs them on a model's units.
+
+Before the first step, a rehearsal of the plan's steps records the calls of operators. The operators
+are compiled for these, once per host, and compared with the reference on small inputs.
+"""
 
 from __future__ import annotations
 
@@ -41,27 +45,19 @@ from tagc.selfcheck import Recorder, check
 
 @dataclass
 class Collectives:
-    """The replacements of FSDP's collectives, in the order of the units.
-
-    Attributes:
-        gatherers, replica_reducers: empty if the policy has no rules for them.
-        levels: the process groups that tagc made for hosts.
-        steps: tells the gatherers about the optimizer's steps.
-        replica_group: the ranks that hold the same shard in other replicas.
-        stand_ins: average over ``replica_group`` if compression is switched off.
-        known: the model's parameters when it was wrapped, which reducers compare with those of now.
-        unwatch: ends what tells groups of the model's forward; None if nothing does.
-    """
+    """The replacements of FSDP's collectives, in the order of the units. ``gatherers`` and
+    ``replica_reducers`` are empty if the policy has no rules for them."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
-    levels: Levels | None = None
-    steps: OptimizerSteps | None = None
-    replica_group: dist.ProcessGroup | None = None
+    levels: Levels | None = None  # the process groups that tagc made for hosts
+    steps: OptimizerSteps | None = None  # tells the gatherers about the optimizer's steps
+    replica_group: dist.ProcessGroup | None = None  # that holds the same shard in other replicas
+    # Average over ``replica_group`` if compression is switched off.
     stand_ins: list[UnitReducer] = field(default_factory=list)
-    known: KnownParameters | None = None
-    unwatch: Callable[[], None] | None = None
+    known: KnownParameters | None = None  # the model's parameters when it was wrapped
+    unwatch: Callable[[], None] | None = None  # ends what tells groups of the model's forward
 
     @property
     def waiting(self) -> list[Waiting]:
@@ -163,7 +159,13 @@ def make_collectives(
             return
         # On every unit, so that the bytes of units that stay dense are counted too.
         for i, (unit, unit_plan) in enumerate(zip(units, plan.parameters, strict=True)):
-            _check_gather(unit, unit_plan)
+            unit.check_gather()
+            if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
+                raise ValueError(
+                    f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP "
+                    "gathers as bytes; leave them out of the policy's rules for parameters, or "
+                    "give the unit a MixedPrecisionPolicy(param_dtype=...)"
+                )
             unit_ops, hosts = parts(unit, unit_plan)
             setup = GatherSetup(
                 plan=unit_plan,
@@ -197,16 +199,6 @@ def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
         return dist.get_rank()
     replica = 0 if replica_group is None else replica_group.rank()
     return replica * unit.group.size() + unit.group.rank()
-
-
-def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
-    unit.check_gather()
-    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
-        raise ValueError(
-            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
-            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
-            "MixedPrecisionPolicy(param_dtype=...)"
-        )
 
 
 def install(

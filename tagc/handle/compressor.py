@@ -1,4 +1,5 @@
-"""The handle that ``tagc.wrap`` leaves on a model: plan, metrics, checkpoints, learning rates."""
+"""The handle that ``tagc.wrap`` leaves on a model: plan, metrics, checkpoints, learning rates. That
+of ``tagc.sites`` has plan and checkpoints in common with it."""
 
 from __future__ import annotations
 

@@ -126,8 +126,14 @@ class LearningRateScaling:
     ) -> None:
         self._optimizer, self._noise = optimizer, noise
         self._divides = divides_by_second_moment(optimizer, second_moment)
-        if self._divides:
-            _check_rates(optimizer)
+        # Refuse optimizers that choose their rates themselves (transformers' Adafactor).
+        for i, group in enumerate(optimizer.param_groups if self._divides else ()):
+            if group.get("lr") is None or group.get("relative_step"):
+                raise ValueError(
+                    f"parameter group {i} of {type(optimizer).__name__} has no learning rate to "
+                    "keep: the optimizer chooses it itself; give it one (lr=..., "
+                    "relative_step=False)"
+                )
         # Parameter group, key, the value before the step, and the one during it.
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._removed = False
@@ -204,16 +210,6 @@ class LearningRateScaling:
         """Restore all values except those that someone else has written since."""
         self._changes = [change for change in self._changes if change[0][change[1]] is change[3]]
         self._restore()
-
-
-def _check_rates(optimizer: Optimizer) -> None:
-    """Refuse optimizers that choose their rates themselves (transformers' Adafactor)."""
-    for i, group in enumerate(optimizer.param_groups):
-        if group.get("lr") is None or group.get("relative_step"):
-            raise ValueError(
-                f"parameter group {i} of {type(optimizer).__name__} has no learning rate to keep: "
-                "the optimizer chooses it itself; give it one (lr=..., relative_step=False)"
-            )
 
 
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:

@@ -236,7 +236,12 @@ def config_inside(inside: Inside) -> CodecConfig:
 
 
 def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
-    """The unit with messages inside hosts, if its ranks add up there and messages send less."""
+    """The unit with messages inside hosts, if its ranks add up there and messages send less.
+
+    Segments that a policy compresses between hosts may be sent inside them as bfloat16, or in 8
+    bits. Neither has feedback, so no rank keeps a residual for its neighbours. Dense segments are
+    summed uncompressed.
+    """
     adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
     # bfloat16 saves nothing if gradients have two bytes already.
     fewer = inside == "int8" or (inside == "bfloat16" and unit.info.dtype.itemsize > 2)

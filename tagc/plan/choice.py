@@ -34,11 +34,7 @@ class Choice:
 
 class Choose(Protocol):
     """Resolves ``codec: auto`` for a whole unit: if one segment is compressed, the unit uses
-    messages instead of the backend's own collective.
-
-    Attributes:
-        notes: the facts behind the choices.
-    """
+    messages instead of the backend's own collective. ``notes`` are the facts behind the choices."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...

@@ -3,8 +3,8 @@
 FSDP reduces only the gradients that the backward produced, and leaves ``.grad`` of the other
 parameters alone. This happens with a loss computed in chunks over the head, and with experts that
 get no token. The plan's messages have room for all parameters, so missing columns are sent as
-zeros. FSDP has no buffer for the results of missing columns, so their residuals wait for the next
-backward that reaches them.
+zeros. FSDP has no buffer for the results of missing columns, so their residuals and other feedback
+state are preserved, and wait for the next backward that reaches them.
 """
 
 from __future__ import annotations
@@ -58,11 +58,6 @@ class Part:
         """A hash of the names, never 0. Ranks that reached the same parameters have the same."""
         return zlib.crc32("\n".join(sorted(self.names)).encode()) % (2**31 - 1) + 1
 
-    def missing_columns(self, segment: Segment) -> list[slice]:
-        """Columns of the missing parameters in a segment, from its first column."""
-        runs = self._runs([segment], present=False)
-        return [slice(run.start - segment.start, run.stop - segment.start) for run in runs]
-
     def reaches(self, segment: Segment) -> bool:
         """Whether any of these parameters is in the segment."""
         return any(param.name in self.names for param in segment.params)
@@ -111,7 +106,8 @@ def _in_columns(part: Part, state: Mapping[str, Place]) -> Iterator[Place]:
     for segment in part.plan.segments:
         for name in (f"residual.{segment.start}", *_owner_state(segment)):
             if name in state:
-                yield from (state[name][columns] for columns in part.missing_columns(segment))
+                for run in part._runs([segment], present=False):
+                    yield state[name][run.start - segment.start : run.stop - segment.start]
 
 
 def _in_slices(

@@ -1,4 +1,5 @@
-"""The plan of a model: how every parameter is sent, and the fingerprint that ranks compare."""
+"""The plan of a model: how every parameter is sent, what a rank sends in a step, and the
+fingerprint that ranks compare."""
 
 from __future__ import annotations
 
@@ -132,14 +133,12 @@ class Plan:
         """The table with a line for each parameter."""
         return self._as_text(self.rows)
 
-    def _about_steps(self) -> Iterator[str]:
-        if self.policy.sites is None:
-            yield from about_steps((*self.all_units, *self.native), self.micro_batches)
-
     def _as_text(self, rows: Sequence[Row]) -> str:
+        units = (*self.all_units, *self.native)
+        steps = about_steps(units, self.micro_batches) if self.policy.sites is None else ()
         notes = (
             self.memory.note,
-            *self._about_steps(),
+            *steps,
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
         )

@@ -1,4 +1,5 @@
-"""The programs of a unit, and the bytes that they send."""
+"""The programs of a unit, the bytes that they send, and the memory that they need: between steps,
+in shared buffers, and temporarily."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from tagc.codecs.sketch import COUNTING
 from tagc.ops.program import Program, Send
 from tagc.plan.gathers import Gathers
-from tagc.plan.messages import MessagePlan, Segment
+from tagc.plan.messages import Segment
 from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
@@ -153,7 +154,8 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     return Memory(
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=buffer_bytes(units, gloo=gloo),
-        moment=max(map(_moment, units), default=0),
+        # Segments run one after another.
+        moment=max((n for unit in units for n in _moments(unit)), default=0),
         waiting=sum(map(_waiting, units)),
     )
 
@@ -185,30 +187,21 @@ def _waiting(unit: UnitPlan) -> int:
     return 4 * unit.peers * unit.buffer_columns if adds_up and not unit.all_reduced else 0
 
 
-def _moment(unit: UnitPlan) -> int:
-    """The most temporary bytes of any segment; they run one after another."""
-    if unit.info.world_size == 1:
-        return 0
-    found = (
-        _moment_of(unit, messages, segment)
-        for messages in unit.flights.values()
-        for segment in messages.segments
-    )
-    return max(found, default=0)
-
-
-def _moment_of(unit: UnitPlan, messages: MessagePlan, segment: Segment) -> int:
-    codec, feedback, dtype = segment.codec, segment.codec.feedback, unit.info.dtype
-    half = dtype == torch.float16
-    # The CPU's operators encode float16 from a copy in float32.
-    encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
-    if messages is unit.inside:
-        return max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
-    adds_up = messages.rows == 1  # otherwise each message fills a row of its own
-    decoding = codec.widened_bytes(messages.read) if adds_up else 0
-    after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
-    if half and adds_up and codec.compressed:
-        # Two masks of the finite values of a sum in float32, one of the others, and a result.
-        after = max(after, 13 * segment.columns)
-    scratch = codec.scratch_bytes(messages.made, messages.read)
-    return scratch + max(encoding, decoding, after)
+def _moments(unit: UnitPlan) -> Iterator[int]:
+    """The temporary bytes of each segment."""
+    dtype, half = unit.info.dtype, unit.info.dtype == torch.float16
+    flights = unit.flights.values() if unit.info.world_size > 1 else ()
+    for messages, segment in ((m, s) for m in flights for s in m.segments):
+        codec, feedback = segment.codec, segment.codec.feedback
+        # The CPU's operators encode float16 from a copy in float32.
+        encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
+        if messages is unit.inside:
+            yield max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
+            continue
+        adds_up = messages.rows == 1  # otherwise each message fills a row of its own
+        decoding = codec.widened_bytes(messages.read) if adds_up else 0
+        after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
+        if half and adds_up and codec.compressed:
+            # Two masks of the finite values of a sum in float32, one of the others, and a result.
+            after = max(after, 13 * segment.columns)
+        yield codec.scratch_bytes(messages.made, messages.read) + max(encoding, decoding, after)

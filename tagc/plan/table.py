@@ -1,4 +1,5 @@
-"""The rows of the table that a plan prints, and texts of tables."""
+"""The rows of the table that a plan prints, merged if their names differ only in numbers, such as
+those of equal blocks; and texts of tables."""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ class Row:
     alike: int = 1
 
 
-_HEAD = ("unit", "parameter", "×", "shape", "role", "codec", "density")
 _BYTES = ("dense", "wire", "stored")
-_LEFT = {"unit", "parameter", "shape", "role", "codec", "why dense"}
+_SIZES = tuple(f"{name}_bytes" for name in _BYTES)
 
 
 def as_text(head: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
@@ -43,33 +43,30 @@ def as_text(head: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    in_units = any(row.unit for row in rows)
-    merged = any(row.alike > 1 for row in rows)
-    explained = any(row.why_dense for row in rows)
-    left_out = {*(() if in_units else ("unit",)), *(() if merged else ("×",))}
-    head = tuple(name for name in (*_HEAD, *_BYTES) if name not in left_out)
-    head += ("why dense",) if explained else ()
-    body = [
-        (
-            *([r.unit] if in_units else []),
-            r.param,
-            *([str(r.alike) if r.alike > 1 else ""] if merged else []),
-            "×".join(map(str, r.shape)) or "scalar",
-            r.role,
-            r.codec,
-            f"{r.density:g}" if r.density < 1 else "",
-            format_bytes(r.dense_bytes),
-            format_bytes(r.wire_bytes),
-            format_bytes(r.stored_bytes) if r.stored_bytes else "",
-            *([r.why_dense] if explained else []),
-        )
-        for r in rows
-    ]
-    sums = (_sum(rows, f"{name}_bytes") for name in _BYTES)
-    before = len(head) - len(_BYTES) - 1 - explained
-    total = ("total", *[""] * before, *map(format_bytes, sums), *([""] if explained else []))
-    lines = aligned((head, *body, total), [i for i, name in enumerate(head) if name in _LEFT])
-    widths = [max(map(len, column)) for column in zip(head, *body, total, strict=True)]
+    columns = {
+        "unit": [row.unit for row in rows],
+        "parameter": [row.param for row in rows],
+        "×": [str(row.alike) if row.alike > 1 else "" for row in rows],
+        "shape": ["×".join(map(str, row.shape)) or "scalar" for row in rows],
+        "role": [row.role for row in rows],
+        "codec": [row.codec for row in rows],
+        "density": [f"{row.density:g}" if row.density < 1 else "" for row in rows],
+        "dense": [format_bytes(row.dense_bytes) for row in rows],
+        "wire": [format_bytes(row.wire_bytes) for row in rows],
+        "stored": [format_bytes(row.stored_bytes) if row.stored_bytes else "" for row in rows],
+        "why dense": [row.why_dense for row in rows],
+    }
+    for name in ("unit", "×", "why dense"):
+        if not any(columns[name]):
+            del columns[name]
+    sums = {name: sum(getattr(row, f"{name}_bytes") for row in rows) for name in _BYTES}
+    totals = [format_bytes(sums[name]) if name in sums else "" for name in columns]
+    totals[0] = "total"
+    head = list(columns)
+    table = [head, *zip(*columns.values(), strict=True), totals]
+    right = ("×", "density", *_BYTES)
+    lines = aligned(table, [i for i, name in enumerate(head) if name not in right])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
@@ -83,10 +80,6 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
         ).rstrip()
         for row in rows
     ]
-
-
-def _sum(rows: Sequence[Row], name: str) -> float:
-    return sum(getattr(row, name) for row in rows)
 
 
 def as_list(names: Sequence[str]) -> str:
@@ -115,7 +108,8 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     rows = [replace(row, unit="") if row.unit in names else row for row in rows]
     done: dict[Row, Row] = {}
     for together in _grouped(rows, numbers=None):
-        if _is_product([_numbers(row.param) for row in together]):
+        columns = zip(*(_numbers(row.param) for row in together), strict=True)
+        if math.prod(len(set(column)) for column in columns) == len(together):
             done[together[0]] = _one(together)
             continue
         for fewer in _grouped(together, numbers=1):
@@ -126,20 +120,12 @@ def merged(rows: Sequence[Row]) -> list[Row]:
 def _grouped(rows: Sequence[Row], numbers: int | None) -> list[list[Row]]:
     """Groups of rows that differ at most in the first ``numbers`` numbers of their names (None: in
     all)."""
-    groups: dict[object, list[Row]] = {}
+    groups: dict[Row, list[Row]] = {}
     for row in rows:
-        sizes = (f"{size:.9g}" for size in (row.dense_bytes, row.wire_bytes, row.stored_bytes))
         param = _with(row.param, itertools.repeat("*"), numbers)
-        key = (
-            param,
-            _unit(row, param),
-            row.direction,
-            row.shape,
-            row.role,
-            row.codec,
-            row.why_dense,
-        )
-        groups.setdefault((*key, row.density, *sizes), []).append(row)
+        sizes = {name: float(f"{getattr(row, name):.9g}") for name in _SIZES}
+        key = replace(row, param=param, unit=_unit(row, param), **sizes)
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
@@ -149,10 +135,7 @@ def _one(rows: Sequence[Row]) -> Row:
     columns = zip(*(_numbers(row.param) for row in rows), strict=True)
     names = [_ranges(sorted(set(column))) for column in columns]
     param = _with(rows[0].param, iter(names), None)
-    total = {
-        name: sum(getattr(row, name) for row in rows)
-        for name in ("dense_bytes", "wire_bytes", "stored_bytes")
-    }
+    total = {name: sum(getattr(row, name) for row in rows) for name in _SIZES}
     return replace(rows[0], param=param, unit=_unit(rows[0], param), alike=len(rows), **total)
 
 
@@ -179,11 +162,6 @@ def _unit(row: Row, param: str) -> str:
     if not f"{row.param}.".startswith(f"{row.unit}."):
         return row.unit
     return ".".join(param.split(".")[: row.unit.count(".") + 1])
-
-
-def _is_product(numbers: Sequence[tuple[int, ...]]) -> bool:
-    columns = zip(*numbers, strict=True)
-    return math.prod(len(set(column)) for column in columns) == len(numbers)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -27,34 +27,24 @@ class TwoShots:
     """An all-reduce of a shard over ``N`` replicas in two shots. See :mod:`tagc.plan.two_shots`.
 
     Each replica owns a slice of the shard. It receives messages about its slice, sums them, and
-    sends one message about the sum to all.
-
-    Attributes:
-        reduce: messages of the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices.
-        gather: messages of the second shot, ``[C]`` to ``[N, C]``: an all-gather.
-        cuts: the cuts of each segment of the unit. In both shots a segment's slice has as many
-            columns as its cuts' ``length`` in total.
+    sends one message about the sum to all. In both shots a segment's slice has as many columns as
+    its cuts' ``length`` in total.
     """
 
-    reduce: MessagePlan
-    gather: MessagePlan
-    cuts: tuple[tuple[Cut, ...], ...]
+    reduce: MessagePlan  # the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices
+    gather: MessagePlan  # the second, ``[C]`` to ``[N, C]``: an all-gather
+    cuts: tuple[tuple[Cut, ...], ...]  # of each segment of the unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """The segments of one unit in one direction, in column order, without gaps.
-
-    Attributes:
-        shots: the two shots of an all-reduce; None in one shot.
-        inside: messages between the ranks of a host that add up gradients; None if they send each
-            other gradients uncompressed, or none. See :mod:`tagc.plan.build`.
-    """
+    """The segments of one unit in one direction, in column order, without gaps."""
 
     info: UnitInfo
     segments: tuple[Segment, ...]
     direction: Direction = "gradients"
-    shots: TwoShots | None = None
+    shots: TwoShots | None = None  # of an all-reduce; None in one shot
+    # Between the ranks of a host that add up gradients, if they do not send them as they are.
     inside: MessagePlan | None = None
 
     @cached_property

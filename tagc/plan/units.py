@@ -1,4 +1,5 @@
-"""A unit as FSDP shards it, or DDP replicates it: the input of a plan."""
+"""A unit as FSDP shards it, or DDP replicates it: the input of a plan. A box is the elements of a
+tensor between two indices in every dimension."""
 
 from __future__ import annotations
 
@@ -15,32 +16,22 @@ from tagc.codecs import Special
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParam:
-    """A parameter as FSDP shards it.
-
-    Attributes:
-        columns: elements in every shard, including padding; FSDP1: in the shard that has most.
-        dim: FSDP2: the dimension of ``shape`` that is sharded.
-        start: FSDP1 only: index of its first element in the flat buffer.
-        local: FSDP2: shape of every shard, including padding. (With tensor parallelism it does not
-            follow from ``shape``.)
-        box: with tensor parallelism, the elements of the parameter that this rank's sharding group
-            has; None for all of them.
-        duplicate: with tensor parallelism, if several sharding groups have the same elements: the
-            index of this rank's group among them, and their number; None if only one has them.
-        frozen: whether it has no gradient.
-        special: a property of a frozen parameter's values, on all ranks together.
-    """
+    """A parameter as FSDP shards it. Fields that may differ between ranks have no ``repr``."""
 
     name: str
     shape: tuple[int, ...]
-    columns: int
-    dim: int = 0
-    start: int | None = None
+    columns: int  # elements in every shard, including padding; FSDP1: in the shard that has most
+    dim: int = 0  # FSDP2: the dimension of ``shape`` that is sharded
+    start: int | None = None  # FSDP1: index of its first element in the flat buffer
+    # FSDP2: shape of every shard, including padding. (With tensor parallelism it does not follow
+    # from ``shape``.)
     local: tuple[int, ...] | None = field(default=None, repr=False)
+    # With tensor parallelism, the elements of the parameter that this rank's sharding group has;
+    # and if several groups have them, the index of this rank's group and their number.
     box: Box | None = field(default=None, repr=False)
     duplicate: tuple[int, int] | None = field(default=None, repr=False)
-    frozen: bool = field(default=False, repr=False)
-    special: Special | None = field(default=None, repr=False)
+    frozen: bool = field(default=False, repr=False)  # has no gradient
+    special: Special | None = field(default=None, repr=False)  # of a frozen one, on all ranks
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -55,44 +46,27 @@ class UnitParam:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBuffer:
-    """FSDP1's buffer of a unit, ``[W, columns]``.
+    """FSDP1's buffer of a unit, ``[W, columns]``."""
 
-    Attributes:
-        columns: elements of a shard, including padding.
-        whole: whether it holds only ``UnitInfo.params`` and padding, and no frozen parameters.
-    """
-
-    columns: int
-    whole: bool
+    columns: int  # elements of a shard, including padding
+    whole: bool  # whether it holds only ``UnitInfo.params`` and padding, no frozen parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitInfo:
-    """One collective of one unit.
-
-    Attributes:
-        params: its parameters in the order of FSDP's buffer.
-        world_size: how many ranks take part.
-        dtype: the dtype of the buffer ``[world_size, sum of columns]``.
-        per_step: how often it runs in a step: 2 for the all-gather of a unit that FSDP reshards
-            after forward.
-        ranks_per_host: how many neighbours in the group share a host. They add their gradients up
-            before one of them sends, and forward received parameters to each other. 1 if every rank
-            sends for itself.
-        flat: FSDP1's buffer, in which parameters do not have the same columns in every row.
-        replicated: whether each rank has the whole unit (DDP), so gradients are all-reduced.
-        native: why FSDP's own collective is used whatever the policy says; empty if it need not be.
-    """
+    """One collective of one unit, on a buffer ``[world_size, sum of columns]`` of ``dtype``."""
 
     name: str
-    params: tuple[UnitParam, ...]
+    params: tuple[UnitParam, ...]  # in the order of FSDP's buffer
     world_size: int
     dtype: torch.dtype
-    per_step: int = 1
+    per_step: int = 1  # 2 for the all-gather of a unit that FSDP reshards after forward
+    # How many neighbours in the group share a host. They add their gradients up before one of them
+    # sends, and forward received parameters to each other. 1 if every rank sends for itself.
     ranks_per_host: int = 1
-    flat: FlatBuffer | None = None
-    replicated: bool = False
-    native: str = field(default="", repr=False)
+    flat: FlatBuffer | None = None  # of FSDP1: parameters have other columns in every row
+    replicated: bool = False  # whether each rank has the whole unit (DDP): an all-reduce
+    native: str = field(default="", repr=False)  # why FSDP's own collective is used, if it must be
 
     @property
     def numel(self) -> int:

@@ -54,23 +54,16 @@ class Problem:
 
 @dataclass(kw_only=True)
 class Document:
-    """Plain data, with its place in the file.
-
-    Attributes:
-        text: the content of the file.
-        path: the file's real path, None for a built-in policy.
-        places: the place of each key and list item, by path; empty for data not from a file.
-        problems: what the reader refused.
-        refused: the paths of the values that it left out for that reason.
-    """
+    """Plain data, with its place in the file."""
 
     source: str
     data: object
-    text: str = ""
-    path: str | None = None
+    text: str = ""  # the content of the file
+    path: str | None = None  # the file's real path; None for a built-in policy
+    # The place of each key and list item, by path; empty for data not from a file.
     places: dict[Keys, Place] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    refused: list[Keys] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)  # what the reader refused
+    refused: list[Keys] = field(default_factory=list)  # paths of the values that it left out
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:

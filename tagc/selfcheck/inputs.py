@@ -44,25 +44,15 @@ _PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a case.
-
-    Attributes:
-        kind: ``usual``; ``rough``, with magnitudes of all sizes and non-finite values; or ``ties``,
-            with few different numbers, all finite.
-        above: share of a row's groups that reach the threshold; default: a fifth more than fit.
-        destinations: rows of an encoding. Except for matrices, they change only a row's stride.
-        elements: elements of a row, if no layout gives them; default: enough for a few programs.
-        small: whether layouts are made small.
-        share: share of the gradient that a message carries, for the operator that undoes the lag.
-        seed: changes the random numbers.
-    """
+    """The inputs of a case. They are ``usual``; ``rough``, with magnitudes of all sizes and
+    non-finite values; or ``ties``, with few different numbers, all finite."""
 
     kind: str = "usual"
-    above: float | None = None
-    destinations: int = 2
-    elements: int | None = None
-    small: bool = True
-    share: float = 0.35
+    above: float | None = None  # share of a row's groups that reach the threshold
+    destinations: int = 2  # rows of an encoding; except for matrices, only a row's stride
+    elements: int | None = None  # of a row, if no layout gives them
+    small: bool = True  # whether layouts are made small
+    share: float = 0.35  # of the gradient in a message, for the operator that undoes the lag
     seed: int = 0
 
 
