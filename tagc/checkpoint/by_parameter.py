@@ -91,7 +91,6 @@ _NAME = re.compile(
 
 
 def split_part(name: str) -> tuple[str, Part]:
-    """Split the name of a saved tensor into the name of the whole, and the part."""
     found = _NAME.fullmatch(name)
     assert found is not None  # everything in the part is optional
     box = duplicate = shard = None
@@ -123,7 +122,6 @@ class ParamLocation:
 
     @property
     def boxes(self) -> list[Box]:
-        """The elements of the parameter, as boxes in the order of the saved tensor."""
         return self.part.boxes(self.param.shape, self.param.dim)
 
     @property
@@ -136,14 +134,12 @@ class ParamLocation:
         return math.prod(self.shape)
 
     def take(self, state: Tensor) -> Tensor:
-        """A copy of the parameter's elements, of shape ``shape``."""
         value = state.new_empty(self.shape)
         for here, there in self._pairs(state, value):
             there.copy_(here)
         return value
 
     def put(self, state: Tensor, value: Tensor) -> None:
-        """Write ``value`` of shape ``shape`` to the parameter's elements."""
         for here, there in self._pairs(state, value.contiguous()):
             here.copy_(there)
 

@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tagc.basics.files import read_regular
 from tagc.basics.warn import warn
 from tagc.checkpoint.format import (
     DENSE,
@@ -179,7 +180,6 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    """Make a save, whose files are complete, the folder's state."""
     marker = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
     write_marker(folder, json.dumps(marker).encode())
 
@@ -206,7 +206,6 @@ def is_committed(folder: Path, save: str) -> bool:
 
 
 def clean(folder: Path, save: str) -> None:
-    """Remove the files of other saves."""
     for file in folder.iterdir():
         found = re.fullmatch(r"rank-\d+-of-\d+-([0-9a-f]+)\.(safetensors|partial)", file.name)
         if found and found[1] != save:
@@ -270,9 +269,7 @@ _DTYPES = {
 
 def _parse_marker(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_MARKER)
-        marker = json.loads(text.decode())
+        marker = json.loads(read_regular(path, _LARGEST_MARKER).decode())
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):

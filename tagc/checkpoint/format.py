@@ -47,8 +47,6 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """The origin of a state."""
-
     policy: str  # its name, for messages
     policy_hash: str  # see :attr:`tagc.Policy.hash`
     layout: str  # fingerprint of the plan
@@ -69,7 +67,6 @@ class StateHeader:
         return f"step {self.step} of {self.world_size} ranks, policy {self.policy_hash}"
 
     def is_laid_out_as(self, now: StateHeader) -> bool:
-        """Whether a saved state fits a rank without redistribution."""
         then = self.layout, self.world_size, self.parts
         return then == (now.layout, now.world_size, now.parts)
 

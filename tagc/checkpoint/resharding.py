@@ -69,7 +69,6 @@ class Saved:
         return 0 if self.part.duplicate is None else self.part.duplicate[0]
 
     def fits(self, place: ParamLocation) -> bool:
-        """Whether it belongs to a parameter of this place's shape."""
         try:
             return self.shape == self.part.shape(place.param.shape, place.param.dim)
         except ValueError:

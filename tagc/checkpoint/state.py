@@ -48,8 +48,6 @@ _Part = UnitReducer | UnitGatherer | Clock
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a wrapped model on this rank."""
-
     plan: Plan
     groups: Sequence[dist.ProcessGroup]  # that share the model, including tensor-parallel ones
     reduced: Sequence[UnitState]  # the units in each direction of gradients
@@ -263,7 +261,6 @@ class State:
 
 
 def _checked(unit: _Part, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
-    """The state of a part, if it is valid."""
     state = part_of(name, tensors)
     try:
         unit.check_state(state)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
-from tagc.collect import HostGroups, Transport, agree_on
+from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
 from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
@@ -43,7 +43,7 @@ def is_automatic(policy: Policy) -> bool:
 @dataclass(frozen=True)
 class FastestChoice:
     """Chooses the option that is clearly the fastest by prediction, given the link of an option for
-    the unit at a position. See :class:`tagc.plan.choice.Choose`."""
+    the unit at a position. See :class:`tagc.plan.build.Choose`."""
 
     link: Callable[[int, UnitPlan], Link]
     time: CodecTime
@@ -203,17 +203,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
-    """The maximum of each number over all ranks that the groups connect."""
-    mine = list(numbers)
-    # One pass spreads a number to all groups of a rank. The furthest rank is at most as many groups
-    # away as there are groups.
-    for _ in groups:
-        for group in groups:
-            found: list[list[float]] = [[] for _ in range(group.size())]
-            # Objects, not tensors: they keep float64 exactly on any backend.
-            dist.all_gather_object(found, mine, group=group)
-            mine = [max(column) for column in zip(*found, strict=True)]
-    return mine
+    """The maximum of each number over all ranks that the groups connect. Numbers are sent as
+    objects, which keep float64 exactly on any backend."""
+    return [*gather_merged(groups, dict(enumerate(numbers)), max).values()]
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -36,8 +36,6 @@ _LOW, _HIGH = 125.0, 1.25e13
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A training setup to advise on."""
-
     shapes: ModelShapes
     world_size: int  # all ranks
     link: Link  # between hosts, or of a site
@@ -57,7 +55,6 @@ class Question:
 
     @property
     def sharded(self) -> int:
-        """Ranks of one replica."""
         return self.world_size // self.replicas
 
     @property
@@ -291,5 +288,4 @@ def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name on the command line."""
     return next(name for name, known in DTYPES.items() if known == dtype)

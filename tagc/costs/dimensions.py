@@ -145,7 +145,6 @@ def _width(shapes: ModelShapes) -> int:
 
 
 def _keys_and_values(shapes: ModelShapes, width: int) -> int:
-    """Elements of a token's keys and values in one block."""
     first = tuple(f"{name}." for name in shapes.blocks[:1])
     names = ("k_proj.weight", "v_proj.weight", "wk.weight", "wv.weight")
     found = [p for p in shapes.params if p.name.startswith(first) and p.name.endswith(names)]
@@ -214,7 +213,6 @@ class DimensionAdvice:
 
     @property
     def pays(self) -> bool:
-        """Whether compression saves a noticeable share of the dimension's time."""
         return self.dense_seconds - self.seconds >= PAYS * self.dense_seconds > 0
 
 
@@ -256,7 +254,6 @@ def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> f
 
 
 def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
-    """Text: a line for each dimension, and the policy to write."""
     rows = [("activations", "ranks", "link", "dense", "time", "sent", "time", "compress")]
     for each in advice:
         t = each.traffic
@@ -292,6 +289,5 @@ def _verdict(advice: list[DimensionAdvice]) -> list[str]:
 
 
 def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:
-    """How many ranks that FSDP shards over share a host."""
     together = place(mesh, ranks_per_host)
     return math.prod(together[name] for name in mesh if name in DATA)

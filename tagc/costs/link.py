@@ -41,7 +41,6 @@ class Traffic:
 
 
 def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
-    """Traffic of a unit in a step of ``micro_batches`` backwards."""
     total = Traffic()
     for send, times in sends_in_step(unit, micro_batches):
         columns = send.columns
@@ -91,7 +90,6 @@ class Link:
     groups: int = 1
 
     def seconds(self, traffic: Traffic, world_size: int) -> float:
-        """Seconds of a unit's collectives, run one after the other."""
         idle = self.groups * (self.all_gather - 1) * traffic.gathered
         busy = self.carried(traffic, world_size)
         inside = traffic.inside / self.inside
@@ -106,15 +104,12 @@ class Link:
 
 
 def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds per step of one unit in one direction, on the link and in codecs."""
     sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
     return sent + codec_seconds(unit, time, micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """A predicted step, in seconds."""
-
     compute: float  # without communication
     codec: float
     link: float

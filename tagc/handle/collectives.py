@@ -104,7 +104,6 @@ def on_gloo(units: Sequence[Unit]) -> bool:
 
 
 def over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
-    """The all-reduce of every unit's shard."""
     return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
 
 
@@ -252,7 +251,10 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with _with_a_compiler(), current:
         # The ranks of a host take turns: those after the first find compiled kernels.
-        with locked(_folder(), "kernels"), ops.compiling_only():
+        # A user is named by number: in containers one may have no name.
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        folder = Path(tempfile.gettempdir()) / f"tagc-{user}"
+        with locked(folder, "kernels"), ops.compiling_only():
             rehearse(plan, recorder.ops)
         progress.end()
         progress = Progress("operators checked", len(recorder.calls), shown=shown)
@@ -275,12 +277,6 @@ def _with_a_compiler() -> Iterator[None]:
             "them) on every host, or name a compiler by the environment variable CC. "
             f"TAGC_OPS=reference needs neither, but is slow. Triton's error: {error}"
         ) from error
-
-
-def _folder() -> Path:
-    """This user's folder for the lock, named by number: in containers a user may have no name."""
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(tempfile.gettempdir()) / f"tagc-{user}"
 
 
 def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:

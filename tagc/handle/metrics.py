@@ -112,7 +112,8 @@ class Metrics:
         ]
         lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
         lines += [
-            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}{_ratio(dense, sent):>9}"
+            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}"
+            + (f"{dense / sent:8.2f}x" if sent else "")
             for name, sent, dense in rows
             if dense
         ]
@@ -138,10 +139,6 @@ class Metrics:
             norm = None if math.isnan(self.norm_factor) else self.norm_factor
             lines.append(Tuning(rate_factor=self.rate_factor, norm_factor=norm).advice)
         return "\n".join(lines)
-
-
-def _ratio(dense: float, sent: float) -> str:
-    return f"{dense / sent:.2f}x" if sent else ""
 
 
 def collect(

@@ -85,7 +85,6 @@ class NoiseFactors:
 
 
 def _by_name(unit: Unit, reducers: Sequence[UnitReducer]) -> dict[str, float]:
-    """The factors of a unit's parameters, in its order."""
     named = {info.name: 1.0 for info in unit.info.params}
     for reducer in reducers:
         if reducer.gauge is not None:
@@ -153,7 +152,6 @@ class LearningRateScaling:
         return self._optimizer is optimizer and not self._removed
 
     def remove(self) -> None:
-        """Leave the optimizer alone from now on."""
         self._restore_untouched()
         self._removed = True
         for hook in self._hooks:

@@ -1,9 +1,8 @@
 """Plans: how each column of every unit is sent, and what that costs, known before any step."""
 
-from tagc.plan.build import build_plan, config_inside
-from tagc.plan.choice import AUTO_BITS, Choice, Choose, resolve_auto
+from tagc.plan.build import AUTO_BITS, Choice, Choose, build_plan, config_inside, resolve_auto
 from tagc.plan.messages import MessagePlan, Segment
-from tagc.plan.plan import Plan, native_units, times_less, total
+from tagc.plan.plan import Plan, times_less, total
 from tagc.plan.programs import Memory, buffers_of, bytes_in_step, bytes_inside, sends_in_step
 from tagc.plan.sites import AT_ONCE, fragments_of
 from tagc.plan.table import aligned, as_list, format_bytes, merged

@@ -1,15 +1,18 @@
-"""Builds the plan of a policy for the units of a model: rules become segments."""
+"""Builds the plan of a policy for the units of a model: rules become segments, and ``codec: auto``
+the codec that is chosen for a unit. A policy may repeat the choices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Any, Protocol, get_args
 
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
+from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
-from tagc.codecs.quantized import QuantizedConfig
+from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
 from tagc.plan.checks import (
     COMPRESSIBLE,
     check_dtype,
@@ -17,17 +20,16 @@ from tagc.plan.checks import (
     matrices_of,
     notes_on,
 )
-from tagc.plan.choice import ABOUT_FREEZING, AUTO_BITS, Choose, frozen, resolve_auto
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import columns_of
-from tagc.plan.plan import Plan, native_units
+from tagc.plan.plan import Plan
 from tagc.plan.sites import about_sites
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import in_fewest_bytes
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
-from tagc.policy import Inside, ParameterRule, Policy, PolicyError, Rule, When, first_match
-from tagc.policy.rules import AutoConfig
+from tagc.policy import Inside, ParameterRule, Policy, PolicyError, Rule, When, first_match, show
+from tagc.policy.rules import AutoConfig, AutoParametersConfig
 
 # Replicas' gradients must be averaged even if the policy has no rules for them.
 _DENSE = (Rule(when=When(), codec=DenseConfig()),)
@@ -94,7 +96,9 @@ def build_plan(
         planned(gathers, policy.parameters, "parameters"),
         planned(replicas, policy.replicas or _DENSE, "replicas"),
     )
-    native = () if policy.parameters else tuple(native_units(gathers, "parameters"))
+    native: list[UnitPlan] = []
+    if not policy.parameters:
+        native += [_plan_unit(info, policy, (), "parameters", matched)[0][0] for info in gathers]
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
     if chosen:
@@ -106,7 +110,7 @@ def build_plan(
     plan = Plan(
         policy,
         *directions,
-        native=native,
+        native=tuple(native),
         micro_batches=micro_batches,
         frozen=frozen(policy, settled) if settled else "",
         notes=tuple(notes),
@@ -191,7 +195,6 @@ def _plan_unit(
 
 
 def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int) -> CodecConfig:
-    """The rule's codec, or the one that ``codec: auto`` becomes with these bits."""
     if not isinstance(rule.codec, AutoConfig):
         return rule.codec
     owes = isinstance(rule, Rule) and plan_feedback(rule.feedback) is not None
@@ -262,3 +265,85 @@ def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
     segments = tuple(map(of_host, unit.segments))
     message = MessagePlan(segments=segments, made=rows, read=rows, rows=each)
     return replace(unit, inside=message)
+
+
+AUTO_BITS = (32, 16, 8, 4)
+"""The options in bits per element; parameters stop at 8 if no copy may be stored."""
+ABOUT_FREEZING = (
+    "codec auto measures at every start and may choose differently, which changes losses: "
+    'plan().freeze("chosen.yaml") writes this choice, for policy="chosen.yaml"'
+)
+# 8 bits per element, and a scale of 16 bits for every 256 elements.
+_KEPT_BYTES = 1 + 2 / 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    index: int
+    why: str
+
+
+class Choose(Protocol):
+    """Resolves ``codec: auto`` for a whole unit: if one segment is compressed, the unit uses
+    messages instead of the backend's own collective. ``notes`` are the facts behind the choices."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
+        """Choose among plans of the unit at ``position``, the least compressed first, on all ranks
+        alike."""
+        ...
+
+
+def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool) -> CodecConfig:
+    """The codec with ``bits`` bits, but at least the rule's ``min_bits``. A copy takes
+    ``copy_bytes`` per parameter of the model. Without a residual (``owes``), gradients are rounded
+    stochastically."""
+    parameters = isinstance(config, AutoParametersConfig)
+    bits = max(bits, config.min_bits)
+    if bits == 32:
+        return DenseConfig()
+    if bits == 16:
+        return DenseConfig(wire="bfloat16")
+    if not parameters:
+        rounding = "nearest" if owes else "stochastic"
+        return QuantizedConfig(bits=8 if bits == 8 else 4, rounding=rounding)
+    if bits == 4 and config.memory and config.memory >= copy_bytes:
+        return DeltaConfig(bits=4)
+    return QuantizedParametersConfig(bits=8, keep_for_backward=config.memory >= _KEPT_BYTES)
+
+
+Settled = Mapping[tuple[str, int], Mapping[CodecConfig, Sequence[str]]]
+"""The parameters of each codec that ``auto`` became, by direction and index of the rule."""
+
+
+def frozen(policy: Policy, settled: Settled) -> str:
+    """The text of a policy's file that repeats the choices of ``codec: auto``."""
+    data: dict[str, Any] = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for direction in ("gradients", "parameters", "replicas"):
+        rules = [
+            rule
+            for i, given in enumerate(data.get(direction) or ())
+            for rule in _settled_rules(given, settled.get((direction, i), {}))
+        ]
+        if rules:
+            data[direction] = rules
+    return "\n".join(t for t in show(data).splitlines() if not t.lstrip().startswith("#")) + "\n"
+
+
+def _settled_rules(rule: dict[str, Any], codecs: Mapping[CodecConfig, Sequence[str]]) -> Any:
+    """The rule, or one for the parameters of each codec that ``auto`` became."""
+    if rule["codec"]["kind"] != "auto":
+        yield rule
+        return
+    # A rule that selects no parameter is dense: nothing was measured for it.
+    for config, names in codecs.items() or [(DenseConfig(), ())]:
+        kind = type(config).model_fields["kind"].default
+        codec = {"kind": kind} | config.model_dump(mode="json", exclude_unset=True)
+        one = rule | {"codec": codec}
+        if len(codecs) > 1:
+            one["when"] = {"name": [glob.escape(name) for name in names]}
+        if codec["kind"] == "dense":
+            one.pop("feedback", None)
+        yield one

@@ -10,6 +10,7 @@ import torch
 from tagc.codecs import CodecConfig
 from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
+from tagc.plan.messages import Segment
 from tagc.plan.plan import Plan
 from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
@@ -279,15 +280,18 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     return found + mostly_small(plan)
 
 
+def _described(plan: Plan, direction: str) -> Iterator[tuple[Segment, UnitParam, ParamInfo]]:
+    """All parameters of a direction, with their segments."""
+    for unit in (unit for unit in plan.all_units if unit.direction == direction):
+        for segment in unit.segments:
+            for param in segment.params:
+                yield segment, param, plan.policy.describe(param.name, param.shape)
+
+
 def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
     """The parameter that a rule without parameters comes nearest to, if it selects all but its size
     or kind."""
-    infos = [
-        plan.policy.describe(param.name, param.shape)
-        for unit in plan.all_units
-        for segment in unit.segments
-        for param in (segment.params if unit.direction == direction else ())
-    ]
+    infos = [info for *_, info in _described(plan, direction)]
     misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
     if not misses:
         return ""
@@ -318,10 +322,9 @@ def mostly_small(plan: Plan) -> list[str]:
     are smaller than the default ``min_numel``. A model's adapters (LoRA) are like that."""
     small: list[ParamInfo] = []
     total = 0
-    for param, rule in ((p, s.rule) for u in plan.units for s in u.segments for p in s.params):
-        info = plan.policy.describe(param.name, param.shape)
+    for segment, _, info in _described(plan, "gradients"):
         total += info.numel
-        if rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
+        if segment.rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
             small.append(info)
     left = sum(info.numel for info in small)
     if 2 * left <= total:
@@ -338,10 +341,10 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     """How many parameters none of these rules selects, why, and what to write to select them; and
     the whole file, if it is one."""
     by_miss: dict[Miss, dict[str, ParamInfo]] = {}
-    for unit in plan.all_units:
-        rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == unit.direction]
-        for param in (p for s in unit.segments for p in s.params if rules):
-            info = plan.policy.describe(param.name, param.shape)
+    directions = [*dict.fromkeys(direction for direction, _ in means_to)]
+    for direction in directions:
+        rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == direction]
+        for _, param, info in _described(plan, direction):
             if param.special is not None and first_match(rules, info) is not None:
                 miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
             else:
@@ -363,7 +366,6 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     miss, infos = listed[0]
     if miss.near == Near.SMALL:
         small = [info for m, some in found.items() if m.near == Near.SMALL for info in some]
-        directions = [*dict.fromkeys(direction for direction, _ in means_to)]
         how, file = _to_select(plan.policy, small, directions)
         return f"{text}. To compress these, {how}", file
     elif miss.near == Near.NO_MATRIX:

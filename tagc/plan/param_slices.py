@@ -48,13 +48,9 @@ def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
 
 
 def param_slices(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamSlice]:
-    """The non-empty pieces of a segment's parameters, parameter by parameter and row by row.
-
-    For FSDP2 this assumes parameters that are sharded in their first dimension.
-    """
-    if info.flat is None:
-        yield from _even(info, params)
-        return
+    """The non-empty pieces of a segment's parameters in a flat buffer, parameter by parameter and
+    row by row."""
+    assert info.flat is not None
     S, whole = info.flat.columns, is_whole(info, params)
     used = [0] * info.world_size
     for param in params:
@@ -82,22 +78,3 @@ def filled_columns(info: UnitInfo, params: Sequence[UnitParam]) -> list[int]:
     for piece in param_slices(info, params):
         columns[piece.row] = max(columns[piece.row], piece.column + piece.length)
     return columns
-
-
-def _even(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamSlice]:
-    column = 0
-    for param in params:
-        numel = math.prod(param.shape)
-        for row in range(info.world_size):
-            offset = row * param.columns
-            length = min(param.columns, numel - offset)
-            if length > 0:
-                yield ParamSlice(
-                    param=param.name,
-                    offset=offset,
-                    length=length,
-                    row=row,
-                    column=column,
-                    start=column,
-                )
-        column += param.columns

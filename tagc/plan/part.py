@@ -50,7 +50,6 @@ class Part:
 
     @property
     def compressed(self) -> bool:
-        """Whether any of these parameters is compressed."""
         return any(map(self.reaches, self.plan.compressed))
 
     @property
@@ -59,7 +58,6 @@ class Part:
         return zlib.crc32("\n".join(sorted(self.names)).encode()) % (2**31 - 1) + 1
 
     def reaches(self, segment: Segment) -> bool:
-        """Whether any of these parameters is in the segment."""
         return any(param.name in self.names for param in segment.params)
 
     def _runs(self, segments: Sequence[Segment], *, present: bool) -> Iterator[slice]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tagc.codecs.dense import DensePlan
 from tagc.plan.messages import Segment
 from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
 from tagc.plan.table import Row, as_text, format_bytes, merged
-from tagc.plan.unit_plan import Direction, UnitPlan
-from tagc.plan.units import UnitInfo, UnitParam
+from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.units import UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 
 
@@ -102,11 +101,19 @@ class Plan:
         """What a rank sends in a step, and how much less that is, in one line."""
         per = "step" if self.micro_batches == 1 else f"step of {self.micro_batches} micro-batches"
         per = per if self.policy.sites is None else "exchange"
-        return headline(self.sent, per, native=not self.parameters)
+        parts = [f"{name} {times_less(one)}" for name, one in self.sent.items()]
+        if not self.parameters:
+            parts = [f"{p} (FSDP sends them)" if p.startswith("param") else p for p in parts]
+        wire, dense = total(self.sent)
+        if len(parts) > 1:
+            parts.append(f"together {times_less((wire, dense))}")
+        return (
+            f"a rank sends {format_bytes(wire)} per {per} instead of {format_bytes(dense)}: "
+            f"{', '.join(parts)} less"
+        )
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One row per parameter and direction, in the order of FSDP's buffers."""
         return tuple(
             row for unit in self.all_units for row in _rows(unit, self.policy, self.micro_batches)
         )
@@ -190,22 +197,6 @@ Sent = tuple[float, float]
 """Bytes that a rank sends, and that it would send uncompressed."""
 
 
-def native_units(infos: Iterable[UnitInfo], direction: Direction) -> list[UnitPlan]:
-    """Plans of units that FSDP sends uncompressed."""
-    units = []
-    for info in infos:
-        columns = sum(p.columns for p in info.params)
-        segment = Segment(
-            start=0,
-            stop=columns,
-            params=info.params,
-            rule=None,
-            codec=DensePlan(numel=columns, wire=info.dtype),
-        )
-        units.append(UnitPlan(info=info, segments=(segment,), direction=direction))
-    return units
-
-
 def sent_in_step(units: Sequence[UnitPlan], micro_batches: int) -> Sent:
     wire = dense = 0.0
     for unit in units:
@@ -225,20 +216,6 @@ def times_less(sent: Sent) -> str:
     wire, dense = sent
     ratio = dense / wire if wire else 1.0
     return f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.3g}×"
-
-
-def headline(sent: Mapping[str, Sent], per: str, *, native: bool) -> str:
-    """What a rank sends ``per`` step or exchange, and by how much less, by direction and together.
-    ``native``: FSDP sends the parameters itself."""
-    wire, dense = total(sent)
-    parts = [f"{name} {times_less(one)}" for name, one in sent.items()]
-    parts = [f"{p} (FSDP sends them)" if native and p.startswith("param") else p for p in parts]
-    if len(parts) > 1:
-        parts.append(f"together {times_less((wire, dense))}")
-    return (
-        f"a rank sends {format_bytes(wire)} per {per} instead of {format_bytes(dense)}: "
-        f"{', '.join(parts)} less"
-    )
 
 
 def about_steps(units: Sequence[UnitPlan], micro_batches: int) -> Iterator[str]:

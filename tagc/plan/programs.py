@@ -24,17 +24,8 @@ def programs_of(unit: UnitPlan) -> Iterator[Program]:
     use."""
     if unit.direction != "parameters":
         yield from Reductions(unit).programs
-        return
-    gathers = Gathers(unit)
-    if not unit.compressed:
-        if unit.info.ranks_per_host > 1:
-            yield gathers.uncompressed
-    elif unit.keeps_copy:
-        yield from (gathers.whole, gathers.changes, gathers.read)
-    elif unit.reuses_forward_message:
-        yield from (gathers.message, gathers.kept_message, gathers.again)
-    else:
-        yield gathers.message
+    elif unit.compressed or unit.info.ranks_per_host > 1:  # else the backend gathers itself
+        yield from (program for program, _ in programs_in_step(unit))
 
 
 def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[Program, int]]:
@@ -49,9 +40,11 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
         if not unit.compressed:
             yield gathers.uncompressed, times
         elif unit.keeps_copy:
+            yield gathers.whole, 0
             yield gathers.changes, 1
             yield gathers.read, times - 1
         elif unit.reuses_forward_message:
+            yield gathers.message, 0
             yield gathers.kept_message, micro_batches
             yield gathers.again, times - micro_batches
         else:
@@ -79,8 +72,7 @@ def sends_in_step(unit: UnitPlan, micro_batches: int = 1) -> tuple[tuple[Send, i
 
 
 def bytes_in_step(unit: UnitPlan, micro_batches: int = 1) -> list[float]:
-    """Bytes that a rank sends for each segment of a unit in such a step; with two levels, only
-    those to other hosts."""
+    """Bytes that a rank sends to other hosts in such a step, for each segment."""
     sends = [(s, n) for s, n in sends_in_step(unit, micro_batches) if s.level != "inside"]
     return [
         sum(times * send.bytes_for(_elements(unit, send, i)) for send, times in sends)
@@ -89,14 +81,13 @@ def bytes_in_step(unit: UnitPlan, micro_batches: int = 1) -> list[float]:
 
 
 def bytes_inside(unit: UnitPlan) -> int:
-    """Bytes that a rank sends to ranks of its own host: of gradients in a backward, to add them up;
-    of parameters in a step, to forward what came from other hosts."""
+    """Bytes that a rank sends inside its host: of gradients in a backward, of parameters in a
+    step."""
     sends = [(s, n) for s, n in sends_in_step(unit) if s.level == "inside"]
     return int(sum(times * send.bytes_for(send.inp.numel) for send, times in sends))
 
 
 def _elements(unit: UnitPlan, send: Send, i: int) -> float:
-    """How many elements that a rank sends are about segment ``i``."""
     if send.inp.dtype.is_floating_point:
         return send.inp.view_shape[0] * unit.dense_columns(unit.segments[i].params)
     messages = unit.flights.get(send.flight, unit.messages)
@@ -136,7 +127,6 @@ class Memory:
 
     @property
     def note(self) -> str:
-        """A sentence for users."""
         moment = f" and up to {format_bytes(self.moment)} temporarily" if self.moment else ""
         waiting = (
             f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"

@@ -165,7 +165,7 @@ def _unit(row: Row, param: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``{0–3,7}`` for 0, 1, 2, 3, 7; a single number without braces."""
+    """``{0–3,7}`` for 0, 1, 2, 3, 7."""
     if len(numbers) == 1:
         return str(numbers[0])
     ranges = []

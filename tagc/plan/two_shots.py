@@ -129,5 +129,4 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
 
 
 def _words(unit: UnitPlan) -> int:
-    """Words of a step's messages, without padding."""
     return sum(s.codec.words for found in unit.flights.values() for s in found.segments)

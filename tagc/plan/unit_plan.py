@@ -92,7 +92,7 @@ class UnitPlan:
         return self.columns if self.info.flat is None else self.info.flat.columns
 
     def dense_columns(self, params: Sequence[UnitParam]) -> float:
-        """Columns of FSDP's buffer that these parameters take; in a flat buffer, an average over
+        """Columns of FSDP's buffer that these parameters take; if it is flat, an average over
         rows."""
         if self.info.flat is None:
             return sum(param.columns for param in params)
@@ -106,7 +106,6 @@ class UnitPlan:
 
     @cached_property
     def for_all(self) -> bool:
-        """Whether all ranks get and decode the same messages."""
         return self.direction == "parameters" or self.all_reduced
 
     @cached_property

@@ -40,7 +40,6 @@ class UnitParam:
 
     @property
     def own(self) -> Box:
-        """The elements of the parameter that this rank's sharding group has."""
         return Box.whole(self.shape) if self.box is None else self.box
 
 
@@ -110,7 +109,6 @@ class Box(NamedTuple):
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The index after the last, in every dimension."""
         return tuple(first + length for first, length in zip(self.start, self.shape, strict=True))
 
     def narrow(self, dim: int, first: int, length: int) -> Box:
@@ -121,7 +119,6 @@ class Box(NamedTuple):
         return Box(tuple(start), tuple(shape))
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements in both boxes; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self.stop, other.stop)
         shape = tuple(last - first for first, last in zip(start, stop, strict=True))

@@ -34,8 +34,6 @@ class PolicyError(ValueError):
 
 
 class Place(NamedTuple):
-    """A line and a column of a file, both counted from 1."""
-
     line: int
     column: int
 
@@ -54,8 +52,6 @@ class Problem:
 
 @dataclass(kw_only=True)
 class Document:
-    """Plain data, with its place in the file."""
-
     source: str
     data: object
     text: str = ""  # the content of the file
@@ -86,7 +82,6 @@ def builtin_names() -> list[str]:
 
 
 def read_builtin(name: str) -> Document:
-    """The document of a built-in policy. Raises PolicyError for an unknown name."""
     names = builtin_names()
     if name not in names:
         raise PolicyError(f"no built-in policy {name!r}; {nearest(name, names)}")
@@ -389,7 +384,6 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _fields(part: Any) -> dict[Any, Any]:
-    """The types of a part of a policy by key; empty for a value."""
     fields = getattr(part, "model_fields", {})
     return {info.alias or name: info.annotation for name, info in fields.items()}
 

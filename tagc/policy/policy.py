@@ -48,7 +48,6 @@ from tagc.policy.rules import (
     Rule,
     SitesConfig,
     check_replicated,
-    first_match,
     problems_of_sites,
 )
 
@@ -258,10 +257,6 @@ class Policy(Strict):
         policy = self.model_copy()
         policy._beside = roles_beside(names)
         return policy
-
-    def match(self, param: ParamInfo) -> int | None:
-        """Index in `gradients` of the first rule that selects the parameter; None is dense."""
-        return first_match(self.gradients, param)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.hash == other.hash

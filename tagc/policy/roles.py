@@ -104,7 +104,6 @@ class ParamInfo:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        """Read role and layer from the fully qualified `name`, which is kept as given."""
         return cls(name=name, shape=tuple(shape), role=role_of(name), layer=layer_of(name))
 
     @property

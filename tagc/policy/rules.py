@@ -231,9 +231,6 @@ class Selection(Strict):
                 return Miss(Near.SMALL, f"{param.numel:,} elements < {SMALL:,}: see min_numel")
         return miss
 
-    def matches(self, param: ParamInfo) -> bool:
-        return self.miss(param) is None
-
 
 class Rule(Selection):
     """One rule: the gradients of the parameters that `when` selects are sent through `codec`, with
@@ -299,7 +296,7 @@ def nearest_miss(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> Mis
 def first_match(rules: Sequence[Rule | ParameterRule], param: ParamInfo) -> int | None:
     """Index of the first rule that selects the parameter; None is dense."""
     for index, rule in enumerate(rules):
-        if rule.matches(param):
+        if rule.miss(param) is None:
             return index
     return None
 

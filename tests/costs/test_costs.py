@@ -35,7 +35,6 @@ from tagc.plan import (
     build_plan,
     bytes_in_step,
     bytes_inside,
-    native_units,
 )
 from tagc.policy import Policy
 
@@ -267,7 +266,7 @@ def test_each_direction_has_a_link() -> None:
     work = Workload.of(built, no_time)
     cost = work.cost({"gradients": fast, "parameters": fast, "replicas": slow})
     assert cost.link == pytest.approx(DENSE_BYTES / 1e3, rel=1e-6)
-    (native,) = native_units([info(per_step=2)], "parameters")
+    (native,) = build_plan([info()], Policy.load("dense"), gathers=[info(per_step=2)]).native
     assert traffic(native) == Traffic(collectives=2, gathered=2 * 3 * DENSE_BYTES)
 
 
