@@ -19,7 +19,7 @@ from torch import Tensor
 from tagc.basics.warn import warn
 from tagc.checkpoint.by_parameter import UnitState
 from tagc.checkpoint.format import BY_HANDLE, Copies, Source, StateError, StateHeader
-from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
+from tagc.checkpoint.resharding import Merge, merged, plan_merge
 from tagc.codecs.state import nested, part_of
 from tagc.collect import UnitGatherer, UnitReducer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
@@ -131,7 +131,14 @@ class State:
                 for rank in needed
             ):
                 return (source, self._exactly(source, here.rank), None), source.identity
-            merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
+            if source.alone and (saved.rank, saved.world_size) != (here.rank, here.world_size):
+                raise StateError(
+                    f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this "
+                    f"is rank {here.rank} of {here.world_size}, and residuals of other ranks are "
+                    f"needed: {BY_HANDLE}"
+                )
+            held = {here.rank: holdings[here.rank]} if source.alone else holdings
+            merge = plan_merge(source, held, here.rank)
             if merge.dropped and not force:
                 raise StateError(
                     f"{source.where}: {_listed(merge.dropped)} would be dropped: the model "
@@ -167,20 +174,6 @@ class State:
             ". Codec auto measures at every start, and chose differently in the run that saved "
             "this: wrap with the policy of its choice, which plan().freeze(file) writes there"
         )
-
-    @staticmethod
-    def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
-        """The places of the ranks that share a source: all ranks, or this rank alone."""
-        if not source.alone:
-            return holdings
-        saved = source.first
-        if (saved.rank, saved.world_size) != (here.rank, here.world_size):
-            raise StateError(
-                f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this is "
-                f"rank {here.rank} of {here.world_size}, and residuals of other ranks are needed: "
-                f"{BY_HANDLE}"
-            )
-        return {here.rank: holdings[here.rank]}
 
     def _units(self, saved: Mapping[str, object] | None = None) -> dict[str, Tensor]:
         """State tensors of the units. They include measured noise where ``saved`` has it; without

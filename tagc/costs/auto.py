@@ -22,7 +22,7 @@ from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
 from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, UnitPlan, config_inside, resolve_auto
+from tagc.plan import AUTO_BITS, CONFIGS_INSIDE, Choice, UnitPlan, resolve_auto
 from tagc.policy import Policy, Rule
 from tagc.policy.rules import AutoConfig
 
@@ -232,7 +232,7 @@ def codecs_of(
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
     pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
     if policy.inside != "native" and not parameters:
-        pairs.append((config_inside(policy.inside), None))
+        pairs.append((CONFIGS_INSIDE[policy.inside], None))
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         codecs: list[CodecConfig] = [rule.codec]

@@ -225,17 +225,12 @@ def _plan_segment(
         raise PolicyError(f"{config.description} of {params[0].name}: {error}") from None
 
 
-_CONFIGS: dict[Inside, CodecConfig] = {
+CONFIGS_INSIDE: dict[Inside, CodecConfig] = {
     "native": DenseConfig(),
     "bfloat16": DenseConfig(wire="bfloat16"),
     "int8": QuantizedConfig(bits=8, rounding="stochastic"),
 }
-assert set(_CONFIGS) == set(get_args(Inside))
-
-
-def config_inside(inside: Inside) -> CodecConfig:
-    """The codec for a value of the policy's key ``inside``."""
-    return _CONFIGS[inside]
+assert set(CONFIGS_INSIDE) == set(get_args(Inside))
 
 
 def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
@@ -258,7 +253,7 @@ def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
             dtype=unit.info.dtype,
             feedback=None,
         )
-        config = config_inside(inside if segment.compressed else "native")
+        config = CONFIGS_INSIDE[inside if segment.compressed else "native"]
         return replace(segment, codec=plan_codec(config, request))
 
     rows, each = unit.rows, unit.rows // unit.info.ranks_per_host

@@ -181,11 +181,7 @@ _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
         r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
     ),
     # The block around a state-space recurrence. Nemotron's `mixer` can also be an mlp.
-    _of(
-        "attention",
-        r"(?:in|out|x|dt)_proj",
-        start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\.",
-    ),
+    _of("attention", r"(?:in|out|x|dt)_proj", start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\."),
     # `gate` alone is a router; the gate of a gated mlp is called gate_proj, w1 or wi_0.
     _of("router", r"gate|shared_expert_gate"),
     # Before head and mlp: projections to the hidden size of another modality.
