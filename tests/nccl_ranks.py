@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tagc
 from support.coded_mesh import coded
 from support.uneven_block import Block
-from tagc.handle import readiness
+from tagc.handle import collectives
 from tagc.policy import data_parallel_policies
 
 Tensors = dict[str, Tensor]
@@ -243,7 +243,7 @@ def compared(
         with (
             warnings.catch_warnings(),
             # The results are compared anyway; ranks that share a GPU check for long.
-            patch.object(readiness, "check", return_value="by nccl_ranks"),
+            patch.object(collectives, "check", return_value="by nccl_ranks"),
         ):
             warnings.simplefilter("ignore")  # units as small as these may send more when compressed
             got, want = (run(policy, ops, device) for ops in (fast, "reference"))

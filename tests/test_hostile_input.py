@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tagc.basics.files import read_regular
 from tagc.commands.cli import main
-from tagc.plan.alike import _numbers
+from tagc.plan.table import _numbers
 from tagc.policy import Policy, PolicyError
 from tagc.policy.roles import layer_of
 

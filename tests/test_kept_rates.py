@@ -11,10 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from tagc.handle.noise import LearningRateScaling, _decays_apart, divides_by_second_moment
+from tagc.handle.noise import (
+    LearningRateScaling,
+    NoiseFactors,
+    _decays_apart,
+    divides_by_second_moment,
+)
 
 
-class Fixed:
+class Fixed(NoiseFactors):
     """Factors that are known."""
 
     def __init__(self, factor: float) -> None:

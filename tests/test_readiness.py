@@ -196,7 +196,7 @@ def without_a_compiler(rank: int, error: Exception) -> str:
             raise error
 
     with device(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tagc.handle.readiness.rehearse", rehearse)
+        patch.setattr("tagc.handle.collectives.rehearse", rehearse)
         with pytest.raises(RuntimeError) as raised:
             wrapped()
     return str(raised.value)

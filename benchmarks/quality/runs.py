@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tagc.handle import readiness
+from tagc.handle import collectives
 
 from .. import tokens
 from ..gloo import on_ranks
@@ -258,7 +258,7 @@ def _share(rank: int, memory: Memory, args: argparse.Namespace) -> None:
     with (
         through_memory(memory, rank, device),
         # Ranks that share a GPU check for long, and `make gpu` has checked.
-        patch.object(readiness, "check", return_value="not checked"),
+        patch.object(collectives, "check", return_value="not checked"),
     ):
         steps = [args.steps or _steps(args, device, corpus)]
         dist.broadcast_object_list(steps)

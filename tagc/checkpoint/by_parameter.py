@@ -32,17 +32,12 @@ class Elements(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a parameter. As text, it ends the name of a saved tensor.
+    """A part of a parameter. As text, it ends the name of a saved tensor."""
 
-    Attributes:
-        box: the box of the parameter, with tensor parallelism; None for the whole parameter.
-        duplicate: index and number of tensor parallelism's duplicates; None if there is only one.
-        shard: index and number of shards of the box, or elements of it, if shards are flat and cut
-            parameters anywhere, or are cut into slices; None for the whole box.
-    """
-
-    box: Box | None
-    duplicate: tuple[int, int] | None
+    box: Box | None  # with tensor parallelism; None for the whole parameter
+    duplicate: tuple[int, int] | None  # index and number of tensor parallelism's, if several
+    # Index and number of shards of the box; elements of it, if flat shards or slices cut it
+    # anywhere; None for the whole box.
     shard: tuple[int, int] | Elements | None
 
     def __str__(self) -> str:
@@ -96,7 +91,6 @@ _NAME = re.compile(
 
 
 def split_part(name: str) -> tuple[str, Part]:
-    """Split the name of a saved tensor into the name of the whole, and the part."""
     found = _NAME.fullmatch(name)
     assert found is not None  # everything in the part is optional
     box = duplicate = shard = None
@@ -117,22 +111,17 @@ _Piece = tuple[int, int, slice, slice]
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLocation:
-    """Where the elements of a part of a parameter lie in a tensor of state ``[rows, columns]``.
-
-    Attributes:
-        ranks: ranks over which the unit's gradients are averaged.
-        pieces: blocks of rows and columns that hold the elements in order. If shards are cut along
-            another dimension than the first, all of them are in one block, a shard a row.
-    """
+    """Where the elements of a part of a parameter lie in a tensor of state ``[rows, columns]``."""
 
     param: UnitParam
     part: Part
-    ranks: int = 1
+    ranks: int = 1  # over which the unit's gradients are averaged
+    # Blocks of rows and columns that hold the elements in order. If shards are cut along another
+    # dimension than the first, all of them are in one block, a shard a row.
     pieces: tuple[_Piece, ...] = ()
 
     @property
     def boxes(self) -> list[Box]:
-        """The elements of the parameter, as boxes in the order of the saved tensor."""
         return self.part.boxes(self.param.shape, self.param.dim)
 
     @property
@@ -142,23 +131,19 @@ class ParamLocation:
 
     @property
     def numel(self) -> int:
-        """Number of elements that are saved."""
         return math.prod(self.shape)
 
     def take(self, state: Tensor) -> Tensor:
-        """A copy of the parameter's elements, of shape ``shape``."""
         value = state.new_empty(self.shape)
         for here, there in self._pairs(state, value):
             there.copy_(here)
         return value
 
     def put(self, state: Tensor, value: Tensor) -> None:
-        """Write ``value`` of shape ``shape`` to the parameter's elements."""
         for here, there in self._pairs(state, value.contiguous()):
             here.copy_(there)
 
     def _pairs(self, state: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of both that hold the same elements."""
         dim = self.param.dim
         for first, last, rows, columns in self.pieces:
             block = state[rows, columns]
@@ -175,27 +160,19 @@ _Locate = Callable[[Segment], Iterator[ParamLocation]]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitState:
-    """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``.
-
-    Attributes:
-        shard, shards: index of this rank's shard of the unit's parameters, and number of shards.
-        replica: index of the replica that this rank is in, from 0; 0 without replicas.
-        shared: tensors ``[S]`` that all replicas hold alike, by kind; see
-            :attr:`tagc.site.anchor.Anchor.shared`.
-        owners: whether residuals of owners of slices are part of it.
-    """
+    """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``."""
 
     direction: str
     reducer: UnitReducer
-    shard: int
+    shard: int  # index of this rank's shard of the unit's parameters
     shards: int
-    replica: int = 0
+    replica: int = 0  # index of the replica that this rank is in
+    # Tensors ``[S]`` that all replicas hold alike; see :attr:`tagc.site.anchor.Anchor.shared`.
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    owners: bool = True
+    owners: bool = True  # whether residuals of owners of slices are part of it
 
     @property
     def name(self) -> str:
-        """The unit's name in a state."""
         return f"unit.{self.direction}.{self.reducer.plan.info.label}"
 
     def residuals(self) -> Iterator[tuple[str, ParamLocation, Tensor]]:

@@ -4,16 +4,24 @@ A save writes ``rank-00000-of-00002-SAVE.safetensors`` on every rank. When all f
 folder and complete, the name of the save is written to the marker ``tagc.json``. The marker is
 replaced in one step, and until then the folder keeps its previous state, so a crash at any moment
 leaves a whole state. Every file has a digest of its content, so that damaged files are refused.
+
+States in a checkpoint of ``torch.distributed.checkpoint`` are read without its collectives. torch
+loads only the names in a state dict, which are those of the ranks that load. To take over residuals
+of other ranks, or of another policy, tagc must see all names first. They are in the checkpoint's
+index, a pickle, of which the unpickler here allows only the classes that torch writes to an index.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +30,22 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tagc.basics.files import read_regular
 from tagc.basics.warn import warn
-from tagc.checkpoint.dcp import INDEX, open_checkpoint
-from tagc.checkpoint.digest import DIGEST, with_digest
-from tagc.checkpoint.format import DENSE, FORMAT, RankState, Source, StateError, StateHeader
+from tagc.checkpoint.format import (
+    DENSE,
+    DIGEST,
+    FORMAT,
+    RankState,
+    Source,
+    StateError,
+    StateHeader,
+    metadata_from_tensor,
+    split_names,
+    with_digest,
+)
 from tagc.checkpoint.state import State
 from tagc.collect import Meeting, gather_by_rank
 
@@ -110,7 +129,8 @@ def save_folder(folder: Path, state: State) -> None:
             # The marker may name these files, so they stay.
             error.add_note(f"the files of this save are left in {folder}: {failure}")
         else:
-            remove_rank(folder, save, rank, world_size)
+            with suppress(OSError):  # the next save removes leftovers
+                (folder / _file_name(rank, world_size, save)).unlink(missing_ok=True)
         raise
     if commits:
         try:
@@ -126,37 +146,18 @@ def write_rank(
     tensors: dict[str, Tensor],
     sums: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Write one rank's file and read it again; returns the digest of its metadata and tensors. The
-    file gets its name when it is complete, and is removed if that fails.
-
-    Args:
-        tensors: contiguous, on the CPU.
-        sums: as for :func:`tagc.checkpoint.digest.with_digest`.
-    """
+    """Write one rank's file of ``tensors``, contiguous on the CPU, and read it again; returns the
+    digest of its metadata and tensors. The file gets its name when it is complete, and is removed
+    if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = with_digest(about.to_strings() | {"save": save}, tensors, sums)
-    target = folder / _file_name(about.rank, about.world_size, save)
-    partial = target.with_suffix(_PARTIAL)
-    try:
+    with _replacing(folder / _file_name(about.rank, about.world_size, save)) as partial:
         try:
             save_file(tensors, partial, metadata)
         except SafetensorError as error:  # safetensors wraps the system's error
             raise OSError(f"{partial}: {error}") from error
         _ = _open_file(partial).tensors  # reading checks them
-        _replace(partial, target)
-    except BaseException:
-        remove_rank(folder, save, about.rank, about.world_size)
-        raise
     return metadata[DIGEST]
-
-
-def remove_rank(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Remove the files of :func:`write_rank`, as far as the system allows; the next save removes
-    leftovers."""
-    target = folder / _file_name(rank, world_size, save)
-    for file in (target, target.with_suffix(_PARTIAL)):
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
 
 
 def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: int) -> None:
@@ -179,7 +180,6 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    """Make a save, whose files are complete, the folder's state."""
     marker = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
     write_marker(folder, json.dumps(marker).encode())
 
@@ -197,23 +197,15 @@ def write_marker(folder: Path, content: bytes | None) -> None:
     if content is None:
         (folder / MARKER).unlink(missing_ok=True)
         return
-    partial = folder / f"{MARKER}{_PARTIAL}"
-    try:
+    with _replacing(folder / MARKER) as partial:
         partial.write_bytes(content)
-        _replace(partial, folder / MARKER)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 def is_committed(folder: Path, save: str) -> bool:
-    """Whether a save is the folder's state."""
     return (folder / MARKER).exists() and _parse_marker(folder / MARKER)["save"] == save
 
 
 def clean(folder: Path, save: str) -> None:
-    """Remove the files of other saves."""
     for file in folder.iterdir():
         found = re.fullmatch(r"rank-\d+-of-\d+-([0-9a-f]+)\.(safetensors|partial)", file.name)
         if found and found[1] != save:
@@ -221,7 +213,6 @@ def clean(folder: Path, save: str) -> None:
 
 
 def open_files(folder: Path) -> Source:
-    """The states in such a folder."""
     marker = _parse_marker(folder / MARKER)
     return _open_files(folder, marker["save"], marker["ranks"], marker["world_size"])
 
@@ -278,9 +269,7 @@ _DTYPES = {
 
 def _parse_marker(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_MARKER)
-        marker = json.loads(text.decode())
+        marker = json.loads(read_regular(path, _LARGEST_MARKER).decode())
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
@@ -306,12 +295,21 @@ def _file_name(rank: int, world_size: int, save: str) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}-{save}.safetensors"
 
 
-def _replace(partial: Path, target: Path) -> None:
-    """Rename a file so that, even after a power cut, the target has its old or its new content,
-    and all of it."""
-    _flush(partial)
-    os.replace(partial, target)
-    _flush(target.parent)
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A file to write, which is then renamed so that, even after a power cut, the target has its
+    old or its new content, and all of it. It is removed, as far as the system allows, if that
+    fails."""
+    partial = target.with_suffix(_PARTIAL)
+    try:
+        yield partial
+        _flush(partial)
+        os.replace(partial, target)
+        _flush(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _flush(path: Path) -> None:
@@ -320,3 +318,117 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+INDEX = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+def open_checkpoint(folder: Path, key: str) -> Source:
+    """The states in such a folder; ``key`` is the compressor's in the state dict that was saved."""
+    where = f"{folder} ({key!r})"
+    index = _Index(folder, where)
+    start = f"{key}."
+    saved = [name for name in index.entries if isinstance(name, str)]
+    names = [name.removeprefix(start) for name in saved if name.startswith(start)]
+    if not names:
+        raise StateError(
+            f"{folder}: nothing in this checkpoint is called {key!r}; pass the compressor's "
+            f"key in the saved state dict, load(..., key=...). {DENSE}"
+        )
+    ranks: dict[int, RankState] = {}
+    for rank, own in split_names(names, where).items():
+        here = f"{where}, rank {rank}"
+        about = metadata_from_tensor(index.load(start + own.pop("")), here)
+        full = {name: start + end for name, end in own.items()}
+        shapes = {name: index.shape(of) for name, of in full.items()}
+        ranks[rank] = RankState(here, about, shapes, partial(index.load_all, full))
+    return Source(where, ranks)
+
+
+class _Index:
+    def __init__(self, folder: Path, where: str) -> None:
+        index = _read_index(folder / INDEX)
+        self._folder, self._where = folder, where
+        self.entries, self._storage = index.state_dict_metadata, index.storage_data
+        if not isinstance(self.entries, dict) or not isinstance(self._storage, dict):
+            raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
+
+    def load_all(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        return {name: self.load(full) for name, full in names.items()}
+
+    def load(self, name: str) -> Tensor:
+        dtype, shape = self.shape(name)
+        try:
+            stored = self._storage[MetadataIndex(name, torch.Size([0] * len(shape)))]
+            if stored.transform_descriptors:
+                raise StateError(f"{self._where}: {name} is stored with an extension of torch's")
+            # Only the file's name, so that nothing outside the folder is read.
+            with (self._folder / Path(stored.relative_path).name).open("rb") as file:
+                file.seek(stored.offset)
+                content = file.read(stored.length)
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except StateError:
+            raise
+        except Exception as error:  # damaged bytes can raise anything in torch's reader
+            raise StateError(f"{self._where}: {name} cannot be read: {error}") from None
+        if not isinstance(tensor, Tensor) or (tensor.dtype, (*tensor.shape,)) != (dtype, shape):
+            raise StateError(f"{self._where}: {name} is not what the checkpoint's index says")
+        return tensor
+
+    def shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        entry = self.entries[name]
+        # A damaged index may lack any of these attributes.
+        size, properties = (getattr(entry, part, None) for part in ("size", "properties"))
+        dtype = getattr(properties, "dtype", None)
+        if not isinstance(entry, TensorStorageMetadata) or not (
+            isinstance(size, torch.Size) and isinstance(dtype, torch.dtype)
+        ):
+            raise StateError(f"{self._where}: {name} is not a tensor")
+        return dtype, tuple(size)
+
+
+def _read_index(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except StateError:
+        raise
+    except Exception as error:  # damaged bytes can raise anything in pickle
+        raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
+    if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
+        raise StateError(f"{path}: not an index of a checkpoint")
+    return index
+
+
+class _Unpickler(pickle.Unpickler):
+    """Creates only objects of the classes that an index consists of."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name in _CLASSES.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
+            return getattr(torch, global_name)
+        raise StateError(
+            f"the checkpoint's index names {module_name}.{global_name}, which torch does not "
+            "write to an index: nothing was loaded"
+        )

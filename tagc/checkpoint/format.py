@@ -1,21 +1,26 @@
 """The format of a saved state: named tensors of one rank, and a header that describes them.
 
-Everything is a tensor, including the header, so neither saving nor loading needs pickle.
+Everything is a tensor, including the header, so neither saving nor loading needs pickle. A digest
+detects damage. It hashes sums over the bits of tensors, which are taken where a tensor lies, so a
+GPU's residuals are not hashed by the host.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tagc.basics.version import __version__
-from tagc.checkpoint.digest import matches_digest, with_digest
 
 FORMAT = 1
 # torch's distributed checkpoints need the shape of a tensor before they read it.
@@ -42,30 +47,16 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """The origin of a state.
-
-    Attributes:
-        policy: the policy's name, for messages.
-        policy_hash: see :attr:`tagc.Policy.hash`.
-        layout: fingerprint of the plan.
-        world_size, rank: number of processes, and this rank among them.
-        step: number of reductions so far: the largest of any unit.
-        version: version of tagc.
-        parts: hash of the parts of parameters that tensor parallelism gave the rank; empty without
-            tensor parallelism.
-    """
-
-    policy: str
-    policy_hash: str
-    layout: str
+    policy: str  # its name, for messages
+    policy_hash: str  # see :attr:`tagc.Policy.hash`
+    layout: str  # fingerprint of the plan
     world_size: int
     rank: int
-    step: int
+    step: int  # reductions so far: the largest number of any unit
     version: str = __version__
-    parts: str = ""
+    parts: str = ""  # hash of the parts of parameters that tensor parallelism gave the rank, if any
 
     def to_strings(self) -> dict[str, str]:
-        """The header as metadata of a file."""
         strings = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         strings["policy"] = self.policy[:_LONGEST_NAME].encode("utf-8", "replace").decode()
         return {"format": str(FORMAT), **strings}
@@ -76,7 +67,6 @@ class StateHeader:
         return f"step {self.step} of {self.world_size} ranks, policy {self.policy_hash}"
 
     def is_laid_out_as(self, now: StateHeader) -> bool:
-        """Whether a saved state fits a rank without redistribution."""
         then = self.layout, self.world_size, self.parts
         return then == (now.layout, now.world_size, now.parts)
 
@@ -121,13 +111,8 @@ class RankState:
         read: Callable[[], dict[str, Tensor]],
         hint: str = "",
     ) -> None:
-        """Check the metadata.
-
-        Args:
-            where: the state's name in messages.
-            read: reads all tensors.
-            hint: what else may be the matter if the digest differs.
-        """
+        """``where`` names the state in messages; ``hint`` says what else may be the matter if the
+        digest differs."""
         self.where, self.metadata, self.shapes = where, metadata, shapes
         self.header = StateHeader.from_strings(metadata, where)
         self._read, self._hint = read, hint
@@ -144,19 +129,12 @@ class RankState:
 
 
 class Source:
-    """The states of all ranks that took part in one save, or the state of one of them.
-
-    Attributes:
-        where: the source's name in messages.
-        ranks: the states, by rank.
-        alone: whether it has only the state of one rank, while other ranks have their own sources.
-        identity: text that must be equal on all ranks that load together.
-    """
+    """The states of all ranks that took part in one save, by rank; or (``alone``) of one of them,
+    while others have their own sources. ``identity`` must be equal on all ranks that load."""
 
     def __init__(
         self, where: str, ranks: Mapping[int, RankState], save: str = "", *, alone: bool = False
     ) -> None:
-        """Check that the states are of one save, of these ranks."""
         self.where, self.ranks, self.alone = where, ranks, alone
         self.first = next(iter(ranks.values())).header
         # With tensor parallelism, the parts of ranks may differ in size, and so their layouts.
@@ -179,14 +157,9 @@ class Source:
 def to_state_dict(
     header: StateHeader, tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """One rank's state under names that differ between ranks: torch's distributed checkpoints treat
-    plain tensors with equal names on several ranks as copies, and save one of them.
-
-    The header is also a tensor. It has the digest of everything else.
-
-    Args:
-        sums: as for :func:`tagc.checkpoint.digest.with_digest`.
-    """
+    """One rank's state, and its header as a tensor, under names that differ between ranks: torch's
+    distributed checkpoints treat plain tensors with equal names on several ranks as copies, and
+    save one of them."""
     start = (
         f"of_{header.world_size}_ranks.policy_{header.policy_hash[:12]}."
         f"layout_{header.layout[:12]}.rank_{header.rank}."
@@ -273,3 +246,100 @@ def split_names(names: Iterable[object], where: str) -> dict[int, dict[str, str]
         if "" not in own:
             raise StateError(f"{where}: the description of rank {rank} is missing")
     return found
+
+
+DIGEST = "digest"
+
+WIDTH = 1 << 14
+"""Words of a row."""
+# So that products take 32 MiB of a device at most, and fit a CPU's cache.
+_ROWS, _ROWS_ON_CPU = 256, 16
+
+
+class Copies(NamedTuple):
+    """Contiguous copies on the host, and :func:`sums_of` each, by name. A GPU's tensors go to
+    pinned memory one by one, so it holds one more tensor at most. Nothing waits for them:
+    synchronize first."""
+
+    tensors: dict[str, Tensor]
+    sums: dict[str, Tensor]
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor that nothing else changes. One on the CPU is taken as it is."""
+        packed = tensor.detach().contiguous()
+        self.sums[name] = _on_host(sums_of(packed))
+        self.tensors[name] = _on_host(packed)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = tensor.is_cuda
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    return out.copy_(tensor, non_blocking=pinned)
+
+
+def with_digest(
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    sums: Mapping[str, Tensor] | None = None,
+) -> dict[str, str]:
+    """The metadata of a rank's tensors, with ``digest``: the SHA-256 of the metadata and of the
+    tensors' names, dtypes, shapes and sums (of tensors on the CPU, if they are known)."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update((sums_of(tensor).cpu() if sums is None else sums[name]).numpy().data)
+    return {**metadata, DIGEST: digest.hexdigest()}
+
+
+def matches_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether metadata and tensors match the digest in the metadata; False without digest."""
+    rest = {name: value for name, value in metadata.items() if name != DIGEST}
+    return metadata == with_digest(rest, tensors)
+
+
+def sums_of(tensor: Tensor) -> Tensor:
+    """Two sums for every row of ``WIDTH`` 32-bit words of a tensor's elements in order: int64
+    ``[rows, 2]`` on the tensor's device, the same on any device.
+
+    A sum is ``x[0] * w[0] + x[1] * w[1] + ...`` modulo ``2**64``, for words ``x``, and weights
+    ``w`` that are as good as random. For a given change of a row, at most one in ``2**33`` choices
+    of weights leaves a sum as it was, and one in ``2**66`` leaves both: the family MULTILINEAR
+    of Lemire and Kaser (Strongly universal string hashing is fast, 2014). The weights are public,
+    so this detects damage, not changes on purpose.
+    """
+    numel = tensor.numel()
+    # A single element counts as contiguous with any stride, but such a stride allows no view.
+    content = tensor.detach().contiguous().as_strided((numel,), (1,)).view(torch.uint8)
+    if content.storage_offset() % 4:
+        content = content.clone()
+    whole = content.numel() // (4 * WIDTH) * (4 * WIDTH)
+    parts = [content[:whole].view(torch.int32).view(-1, WIDTH)]
+    if whole < content.numel():
+        last = functional.pad(content[whole:], (0, -content.numel() % 4))
+        parts.append(last.view(torch.int32)[None])
+    weights = _weights(tensor.device)
+    return torch.cat([_sums_of_rows(part, weights[:, : part.shape[1]]) for part in parts])
+
+
+def _sums_of_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """The sums of ``rows`` ``[n, words]`` int32: int64 ``[n, 2]``."""
+    sums = torch.empty(len(rows), 2, dtype=torch.int64, device=rows.device)
+    count = _ROWS_ON_CPU if rows.device.type == "cpu" else _ROWS
+    for first in range(0, len(rows), count):
+        some = rows[first : first + count]
+        for i in range(2):
+            sums[first : first + count, i] = (some * weights[i]).sum(1)
+    return sums
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """int64 ``[2, WIDTH]``: the first outputs of SplitMix64 (Steele, Lea and Flood, Fast splittable
+    pseudorandom number generators, 2014) from seed 0."""
+    z = np.arange(1, 2 * WIDTH + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return torch.from_numpy(z.view(np.int64).reshape(2, WIDTH)).to(device)

@@ -62,16 +62,13 @@ class Saved:
 
     @property
     def numel(self) -> int:
-        """Number of elements that were saved."""
         return math.prod(self.shape)
 
     @property
     def duplicate(self) -> int:
-        """Index among tensor parallelism's duplicates, from 0."""
         return 0 if self.part.duplicate is None else self.part.duplicate[0]
 
     def fits(self, place: ParamLocation) -> bool:
-        """Whether it belongs to a parameter of this place's shape."""
         try:
             return self.shape == self.part.shape(place.param.shape, place.param.dim)
         except ValueError:
@@ -87,7 +84,6 @@ class Saved:
                 yield start, source, at, target, both
 
     def numel_for(self, place: ParamLocation) -> int:
-        """Number of elements that it has for a place."""
         return sum(both.numel for *_, both in self.overlaps(place))
 
 
@@ -98,19 +94,14 @@ def _with_offsets(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
 
 @dataclass(kw_only=True)
 class Merge:
-    """The saved residuals that a rank takes over.
+    """The saved residuals that a rank takes over. Elements are counted by saved rank and name."""
 
-    Attributes:
-        parts: the saved residuals to add up, by the name of this rank's residual.
-        dropped: names, without the part, of residuals that no rank takes; the same on all ranks.
-        taken: number of elements that this rank uses, by saved rank and name.
-        saved: number of elements that were saved and are not dropped, by saved rank and name.
-    """
-
+    # What to add up, by the name of this rank's residual.
     parts: dict[str, list[Saved]] = field(default_factory=dict)
+    # Names, without the part, of what no rank takes; the same on all ranks.
     dropped: list[str] = field(default_factory=list)
-    taken: dict[tuple[int, str], int] = field(default_factory=dict)
-    saved: dict[tuple[int, str], int] = field(default_factory=dict)
+    taken: dict[tuple[int, str], int] = field(default_factory=dict)  # elements that this rank uses
+    saved: dict[tuple[int, str], int] = field(default_factory=dict)  # and all that are not dropped
 
     def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
         """Raise StateError unless every saved element is taken once, by :attr:`taken` of every
@@ -170,7 +161,13 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                 turn, owned = alike.index(rank), full.startswith(_OWNED)
                 if owned:  # all saved copies of each shard, with equal shares
                     parts = [replace(s, share=1 / len(of)) for of in copies.values() for s in of]
-                    _check_covered(source, copies, full, place)
+                    # No other rank has what the owner did not save.
+                    covered = sum(of[0].numel_for(place) for of in copies.values())
+                    if covered != place.numel:
+                        raise StateError(
+                            f"{source.where}: it has {covered} of the {place.numel} elements of "
+                            f"{full}. Load the states of all ranks: {BY_HANDLE}"
+                        )
                 else:  # the turn of this rank among those that have the same part
                     parts = [s for of in copies.values() for s in of[turn :: len(alike)]]
                 parts = [saved for saved in parts if saved.numel_for(place)]
@@ -239,15 +236,3 @@ def _without_owner(name: str) -> str:
 
 def _listed(parts: set[str]) -> str:
     return ",".join(sorted(part.replace(".", " ") for part in parts)) or " nothing"
-
-
-def _check_covered(
-    source: Source, copies: Mapping[Part, list[Saved]], name: str, place: ParamLocation
-) -> None:
-    """Refuse owner state that lacks elements: no other rank has what the owner did not save."""
-    covered = sum(of_part[0].numel_for(place) for of_part in copies.values())
-    if covered != place.numel:
-        raise StateError(
-            f"{source.where}: it has {covered} of the {place.numel} elements of {name}. Load the "
-            f"states of all ranks: {BY_HANDLE}"
-        )

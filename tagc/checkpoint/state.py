@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tagc.basics.warn import warn
 from tagc.checkpoint.by_parameter import UnitState
-from tagc.checkpoint.digest import Copies
-from tagc.checkpoint.format import BY_HANDLE, Source, StateError, StateHeader
-from tagc.checkpoint.resharding import Holdings, Merge, merged, plan_merge
+from tagc.checkpoint.format import BY_HANDLE, Copies, Source, StateError, StateHeader
+from tagc.checkpoint.resharding import Merge, merged, plan_merge
 from tagc.codecs.state import nested, part_of
 from tagc.collect import UnitGatherer, UnitReducer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
@@ -49,23 +48,12 @@ _Part = UnitReducer | UnitGatherer | Clock
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a wrapped model on this rank.
-
-    Attributes:
-        groups: the groups of the ranks that share the model, including tensor-parallel ones.
-        reduced: the units in each direction of gradients.
-        gathered: the gatherers of the units' parameters; empty if FSDP gathers them.
-        waiting: the gradients of micro-batches that wait. A state cannot contain any.
-        clock: counts the optimizer steps of sites, and knows what is in flight between them; None
-            without sites.
-    """
-
     plan: Plan
-    groups: Sequence[dist.ProcessGroup]
-    reduced: Sequence[UnitState]
-    gathered: Sequence[UnitGatherer]
-    waiting: Sequence[Waiting] = ()
-    clock: Clock | None = None
+    groups: Sequence[dist.ProcessGroup]  # that share the model, including tensor-parallel ones
+    reduced: Sequence[UnitState]  # the units in each direction of gradients
+    gathered: Sequence[UnitGatherer]  # empty if FSDP gathers parameters
+    waiting: Sequence[Waiting] = ()  # gradients of micro-batches, which a state cannot contain
+    clock: Clock | None = None  # of sites: counts optimizer steps, knows what is in flight
 
     @property
     def step(self) -> int:
@@ -73,7 +61,6 @@ class State:
         return max((r.reducer.counters.all_steps for r in self.reduced), default=0)
 
     def header(self) -> StateHeader:
-        """The state's header."""
         return StateHeader(
             policy=self.plan.policy.name,
             policy_hash=self.plan.policy.hash,
@@ -93,11 +80,8 @@ class State:
         return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:16]
 
     def take(self) -> Copies:
-        """Copies of all tensors of the state, by name, on the host. Waits for the device.
-
-        Raises:
-            RuntimeError: in the middle of a step, when gradients of micro-batches wait.
-        """
+        """Copies of all tensors of the state, by name, on the host. Waits for the device. Raises
+        RuntimeError in the middle of a step, when gradients of micro-batches wait."""
         _synchronize()
         for waiting in self.waiting:
             waiting.check_between_steps()
@@ -113,12 +97,9 @@ class State:
     def load(self, open_source: Callable[[], Source], *, force: bool) -> None:
         """Load a state, on all ranks or on none.
 
-        Args:
-            open_source: opens the state; raises StateError if there is nothing to load.
-
         Raises:
-            StateError: if the state is not valid, or, unless forced, if it is of another policy or
-                part of it would be dropped. Nothing has changed then.
+            StateError: if there is none, it is not valid, or, unless forced, if it is of another
+                policy or part of it would be dropped. Nothing has changed then.
             RuntimeError: if that happened on another rank, or the ranks have different states.
         """
         here = self.header()
@@ -150,7 +131,14 @@ class State:
                 for rank in needed
             ):
                 return (source, self._exactly(source, here.rank), None), source.identity
-            merge = plan_merge(source, self._holders(source, holdings, here), here.rank)
+            if source.alone and (saved.rank, saved.world_size) != (here.rank, here.world_size):
+                raise StateError(
+                    f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this "
+                    f"is rank {here.rank} of {here.world_size}, and residuals of other ranks are "
+                    f"needed: {BY_HANDLE}"
+                )
+            held = {here.rank: holdings[here.rank]} if source.alone else holdings
+            merge = plan_merge(source, held, here.rank)
             if merge.dropped and not force:
                 raise StateError(
                     f"{source.where}: {_listed(merge.dropped)} would be dropped: the model "
@@ -186,20 +174,6 @@ class State:
             ". Codec auto measures at every start, and chose differently in the run that saved "
             "this: wrap with the policy of its choice, which plan().freeze(file) writes there"
         )
-
-    @staticmethod
-    def _holders(source: Source, holdings: Holdings, here: StateHeader) -> Holdings:
-        """The places of the ranks that share a source: all ranks, or this rank alone."""
-        if not source.alone:
-            return holdings
-        saved = source.first
-        if (saved.rank, saved.world_size) != (here.rank, here.world_size):
-            raise StateError(
-                f"{source.where}: saved by rank {saved.rank} of {saved.world_size}, but this is "
-                f"rank {here.rank} of {here.world_size}, and residuals of other ranks are needed: "
-                f"{BY_HANDLE}"
-            )
-        return {here.rank: holdings[here.rank]}
 
     def _units(self, saved: Mapping[str, object] | None = None) -> dict[str, Tensor]:
         """State tensors of the units. They include measured noise where ``saved`` has it; without
@@ -280,7 +254,6 @@ class State:
 
 
 def _checked(unit: _Part, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
-    """The state of a part, if it is valid."""
     state = part_of(name, tensors)
     try:
         unit.check_state(state)

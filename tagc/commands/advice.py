@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from tagc.costs.advise import advice_data, draw, pyplot_for, report
+from tagc.costs.advise import advice_data, draw, pyplot_for, report, site_costs, site_report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
 from tagc.costs.dimensions import (
@@ -28,9 +28,7 @@ from tagc.costs.dimensions import (
 )
 from tagc.costs.explain import plan_data, plan_shapes, plan_sites
 from tagc.costs.link import Link
-from tagc.costs.models import load_model
-from tagc.costs.shapes import ModelError, ModelShapes
-from tagc.costs.site_advice import site_costs, site_report
+from tagc.costs.shapes import ModelError, ModelShapes, load_model
 from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 

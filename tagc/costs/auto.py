@@ -18,11 +18,11 @@ import torch.distributed as dist
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
-from tagc.collect import HostGroups, Transport, agree_on
+from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
 from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, Choice, UnitPlan, config_inside, resolve_auto
+from tagc.plan import AUTO_BITS, CONFIGS_INSIDE, Choice, UnitPlan, resolve_auto
 from tagc.policy import Policy, Rule
 from tagc.policy.rules import AutoConfig
 
@@ -36,7 +36,6 @@ _REPEATS, _SMALL_REPEATS = 5, 10
 
 
 def is_automatic(policy: Policy) -> bool:
-    """Whether the link decides the codec of any rule."""
     rules = (*policy.gradients, *policy.parameters, *policy.replicas)
     return any(isinstance(rule.codec, AutoConfig) for rule in rules)
 
@@ -44,7 +43,7 @@ def is_automatic(policy: Policy) -> bool:
 @dataclass(frozen=True)
 class FastestChoice:
     """Chooses the option that is clearly the fastest by prediction, given the link of an option for
-    the unit at a position. See :class:`tagc.plan.choice.Choose`."""
+    the unit at a position. See :class:`tagc.plan.build.Choose`."""
 
     link: Callable[[int, UnitPlan], Link]
     time: CodecTime
@@ -149,12 +148,15 @@ def measured_choice(
         return replace(across, latency=latency, inside=inside.bandwidth)
 
     notes = [
-        f"measured over {group.size()} ranks{of}: {_describe(by_group[id(group)])}"
+        f"measured over {group.size()} ranks{of}: {8e-9 * link.bandwidth:.3g} Gbit/s, "
+        f"{_milliseconds(link.latency)} per collective, native reduce-scatter takes "
+        f"{link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} times as long as messages"
         for group, of in (
             *((group, "") for group in groups),
             *((levels.across, ", one per host") for levels in shared),
             *((levels.inside, " of a host") for levels in shared),
         )
+        for link in (by_group[id(group)],)
         if group.size() > 1
     ]
     each = [f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in speeds.items()]
@@ -201,17 +203,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
-    """The maximum of each number over all ranks that the groups connect."""
-    mine = list(numbers)
-    # One pass spreads a number to all groups of a rank. The furthest rank is at most as many groups
-    # away as there are groups.
-    for _ in groups:
-        for group in groups:
-            found: list[list[float]] = [[] for _ in range(group.size())]
-            # Objects, not tensors: they keep float64 exactly on any backend.
-            dist.all_gather_object(found, mine, group=group)
-            mine = [max(column) for column in zip(*found, strict=True)]
-    return mine
+    """The maximum of each number over all ranks that the groups connect. Numbers are sent as
+    objects, which keep float64 exactly on any backend."""
+    return [*gather_merged(groups, dict(enumerate(numbers)), max).values()]
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -238,7 +232,7 @@ def codecs_of(
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
     pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
     if policy.inside != "native" and not parameters:
-        pairs.append((config_inside(policy.inside), None))
+        pairs.append((CONFIGS_INSIDE[policy.inside], None))
     for rule in rules:
         feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
         codecs: list[CodecConfig] = [rule.codec]
@@ -263,11 +257,3 @@ def codecs_of(
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _describe(link: Link) -> str:
-    return (
-        f"{8e-9 * link.bandwidth:.3g} Gbit/s, {_milliseconds(link.latency)} per collective, "
-        f"native reduce-scatter takes {link.reduce_scatter:.2g} and all-gather "
-        f"{link.all_gather:.2g} times as long as messages"
-    )

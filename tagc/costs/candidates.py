@@ -36,8 +36,6 @@ _LOW, _HIGH = 125.0, 1.25e13
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A training setup to advise on."""
-
     shapes: ModelShapes
     world_size: int  # all ranks
     link: Link  # between hosts, or of a site
@@ -57,7 +55,6 @@ class Question:
 
     @property
     def sharded(self) -> int:
-        """Ranks of one replica."""
         return self.world_size // self.replicas
 
     @property
@@ -69,8 +66,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train."""
-
     name: str
     work: Workload
     memory: int  # bytes that a rank needs, without activations
@@ -195,12 +190,6 @@ def _candidate(
 ) -> Candidate:
     """A policy, or dense training with these dtypes of gradients and parameters."""
     dtype, parameter_dtype = dense or (q.dtype, q.parameter_dtype)
-    if q.ddp:
-        gathers: list[UnitInfo] = []
-        memory = _replicated_bytes(q.shapes, q.shapes.replicated_units(q.sharded, q.dtype))
-    else:
-        reduces, gathers = q.shapes.units(q.sharded, dtype, parameter_dtype)
-        memory = _training_bytes(reduces, gathers)
     chosen, choose = is_automatic(policy), None
     if chosen:
         waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
@@ -222,8 +211,14 @@ def _candidate(
         choose=choose,
         gloo=q.gloo,
     )
-    work = Workload.of(plan, time, gathers=gathers, micro_batches=q.micro_batches)
-    memory += plan.memory.peak
+    work = Workload.of(plan, time, q.micro_batches)
+    memory = plan.memory.peak
+    if q.ddp:  # the state of all parameters, and the gradients once more, in DDP's buckets
+        trained = sum(param.numel for param in q.shapes.params if param.trainable)
+        memory += STATE_BYTES * q.shapes.numel + q.dtype.itemsize * trained
+    else:
+        gathers = [unit.info for unit in plan.parameters or plan.native]
+        memory += _training_bytes([unit.info for unit in plan.units], gathers)
     if not dense and q.micro_batches > 1:
         memory += plan.memory.waiting
     rate = None if dense or policy.tuning is None else policy.tuning.rate_factor
@@ -245,12 +240,6 @@ def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) ->
         for r, g in zip(reduces, gathers, strict=True)
     ]
     return STATE_BYTES * sum(columns) + root + sum(blocks[-2:]) + max(gradients, default=0)
-
-
-def _replicated_bytes(shapes: ModelShapes, reduces: Sequence[UnitInfo]) -> int:
-    """Bytes that a rank needs with DDP, without activations: the state of all parameters, and the
-    gradients once more, in DDP's buckets."""
-    return STATE_BYTES * shapes.numel + sum(r.dtype.itemsize * r.numel for r in reduces)
 
 
 def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, CodecTime]:
@@ -299,5 +288,4 @@ def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name on the command line."""
     return next(name for name, known in DTYPES.items() if known == dtype)

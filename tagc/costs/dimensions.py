@@ -93,15 +93,9 @@ def activation_traffic(
     experts_per_token: int = 1,
     micro_batches: int = 1,
 ) -> list[DimensionTraffic]:
-    """The traffic of each dimension that sends activations, in the mesh's order.
-
-    Args:
-        tokens: of a data-parallel rank in a step, all micro-batches together.
-        itemsize: bytes of an activation without compression.
-
-    Raises:
-        ModelError: if the shapes lack what a dimension needs: blocks, experts.
-    """
+    """The traffic of each dimension that sends activations, in the mesh's order, for ``tokens`` of
+    a data-parallel rank in all micro-batches together. ``itemsize``: bytes of an uncompressed
+    activation. Raises ModelError if the shapes lack what a dimension needs: blocks, experts."""
     width, blocks = _width(shapes), len(shapes.blocks)
     mine = math.ceil(blocks / mesh.get("pp", 1))
     found = []
@@ -151,7 +145,6 @@ def _width(shapes: ModelShapes) -> int:
 
 
 def _keys_and_values(shapes: ModelShapes, width: int) -> int:
-    """Elements of a token's keys and values in one block."""
     first = tuple(f"{name}." for name in shapes.blocks[:1])
     names = ("k_proj.weight", "v_proj.weight", "wk.weight", "wv.weight")
     found = [p for p in shapes.params if p.name.startswith(first) and p.name.endswith(names)]
@@ -171,7 +164,6 @@ def _blocks_with_experts(shapes: ModelShapes) -> int:
 
 
 def traffic_table(traffic: list[DimensionTraffic], tokens: int) -> str:
-    """Text: a line for each dimension."""
     lines = [f"activations, for {tokens:,} tokens a step:"]
     rows = [("dimension", "ranks", "bits", "dense", "sent", "ratio")]
     for t in traffic:
@@ -221,7 +213,6 @@ class DimensionAdvice:
 
     @property
     def pays(self) -> bool:
-        """Whether compression saves a noticeable share of the dimension's time."""
         return self.dense_seconds - self.seconds >= PAYS * self.dense_seconds > 0
 
 
@@ -232,13 +223,8 @@ def advise_dimensions(
     *,
     memory_bandwidth: float | None,
 ) -> list[DimensionAdvice]:
-    """Advice for each dimension that sends activations.
-
-    Args:
-        traffic: of a policy that compresses all of them.
-        link: between hosts, and inside one.
-        memory_bandwidth: bytes/s of the device's memory; None: codecs count as free.
-    """
+    """Advice for each dimension that sends activations, from the ``traffic`` of a policy that
+    compresses all of them. Without a ``memory_bandwidth``, in bytes/s, codecs count as free."""
     together = place(mesh, link.ranks_per_host)
     found = []
     for t in traffic:
@@ -268,7 +254,6 @@ def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> f
 
 
 def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
-    """Text: a line for each dimension, and the policy to write."""
     rows = [("activations", "ranks", "link", "dense", "time", "sent", "time", "compress")]
     for each in advice:
         t = each.traffic
@@ -304,6 +289,5 @@ def _verdict(advice: list[DimensionAdvice]) -> list[str]:
 
 
 def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:
-    """How many ranks that FSDP shards over share a host."""
     together = place(mesh, ranks_per_host)
     return math.prod(together[name] for name in mesh if name in DATA)

@@ -117,11 +117,8 @@ def _dtype(model: nn.Module | Mapping[str, Sequence[int]], *, alike: bool) -> to
 
 def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
     """Plan a policy between sites that each hold a model with these shapes, sharded by FSDP2.
-
-    Raises:
-        ValueError: if the ranks do not divide among the sites.
-        tagc.PolicyError: if there is only one site, or the policy does not fit.
-    """
+    Raises ValueError if the ranks do not divide among the sites, PolicyError if there is only
+    one."""
     if sites < 2:
         raise PolicyError(f"policy {policy.name!r} is for sites: give their number, at least 2")
     if world_size % sites:
@@ -144,13 +141,8 @@ def plan_shapes(
     gloo: bool = False,
     micro_batches: int = 1,
 ) -> Plan:
-    """Plan a policy for a model with these shapes.
-
-    Args:
-        ranks_per_host: ranks on a host, of all replicas together.
-        ddp: whether each rank has the whole model.
-        gloo, micro_batches: see :func:`tagc.plan.build_plan`.
-    """
+    """Plan a policy for a model with these shapes. ``ranks_per_host`` counts those of all
+    replicas."""
     sharded = world_size // replicas
     levels = ranks_in_levels(sharded, ranks_per_host)
     gathers: list[UnitInfo] = []
@@ -179,11 +171,8 @@ def plan_shapes(
 
 
 def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
-    """A plan as data for JSON: the bytes that a rank sends and stores.
-
-    Args:
-        full: whether each parameter has a row, even if blocks are equal.
-    """
+    """A plan as data for JSON: the bytes that a rank sends and stores. ``full``: equal blocks are
+    not merged."""
     rows = plan.rows if full else merged(plan.rows)
     sums: dict[str, dict[str, float]] = {}
     for row in rows:

@@ -10,12 +10,12 @@ the memory that compute uses. The step is one long after warm-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from tagc.costs.speed import CodecTime, codec_seconds
 from tagc.ops.program import Send
-from tagc.plan import Direction, Plan, UnitInfo, UnitPlan, native_units, sends_in_step
+from tagc.plan import Direction, Plan, UnitPlan, sends_in_step
 
 PAYS = 0.05
 """Compression pays if it saves this share of the seconds of the uncompressed form."""
@@ -41,7 +41,6 @@ class Traffic:
 
 
 def traffic(unit: UnitPlan, micro_batches: int = 1) -> Traffic:
-    """Traffic of a unit in a step of ``micro_batches`` backwards."""
     total = Traffic()
     for send, times in sends_in_step(unit, micro_batches):
         columns = send.columns
@@ -91,7 +90,6 @@ class Link:
     groups: int = 1
 
     def seconds(self, traffic: Traffic, world_size: int) -> float:
-        """Seconds of a unit's collectives, run one after the other."""
         idle = self.groups * (self.all_gather - 1) * traffic.gathered
         busy = self.carried(traffic, world_size)
         inside = traffic.inside / self.inside
@@ -106,15 +104,12 @@ class Link:
 
 
 def unit_seconds(unit: UnitPlan, link: Link, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds per step of one unit in one direction, on the link and in codecs."""
     sent = link.seconds(traffic(unit, micro_batches), unit.info.world_size)
     return sent + codec_seconds(unit, time, micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """A predicted step, in seconds."""
-
     compute: float  # without communication
     codec: float
     link: float
@@ -128,7 +123,6 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.compute + self.codec + self.link - self.hidden
 
 
@@ -141,13 +135,10 @@ class Workload:
     codec: float
 
     @classmethod
-    def of(
-        cls, plan: Plan, time: CodecTime, gathers: Sequence[UnitInfo] = (), micro_batches: int = 1
-    ) -> Workload:
-        """Add up the units of a plan, and the model's all-gathers if it has no rules for them."""
-        units = [*plan.all_units]
-        if not plan.parameters:
-            units += native_units(gathers, "parameters")
+    def of(cls, plan: Plan, time: CodecTime, micro_batches: int = 1) -> Workload:
+        """Add up the units of a plan; FSDP itself sends some, among all ranks at once."""
+        native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
+        units = (*plan.all_units, *native)
         sums: dict[tuple[Direction, int], Traffic] = {}
         for unit in units:
             key = (unit.direction, unit.info.world_size)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -52,8 +53,7 @@ CodecTime = Callable[[Coding, Segment], float]
 
 
 def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> float:
-    """Seconds that a rank spends encoding and decoding a unit in a step of ``micro_batches``
-    backwards."""
+    """Seconds that a rank encodes and decodes a unit in a step of ``micro_batches`` backwards."""
     starts = Counter[str]()
     for send, times in sends_in_step(unit, micro_batches):
         starts[send.flight] += times
@@ -117,7 +117,7 @@ def memory_time(bandwidth: float) -> CodecTime:
 
 
 def no_time(coding: Coding, segment: Segment) -> float:
-    """No codec time: codecs count as free."""
+    """Codecs count as free."""
     return 0.0
 
 
@@ -183,19 +183,14 @@ class _Sample:
                 encode += launches
             elif name.startswith("decode"):
                 decode += launches
-        self._encode, self._decode = self._bound(encode), self._bound(decode)
+        self.encode = partial(self._run, self._bound(encode))
+        self.decode = partial(self._run, self._bound(decode))
         self._sends = program.sends
         self.restore()
         self.encode()
 
-    def encode(self) -> None:
-        self._run(self._encode)
-
-    def decode(self) -> None:
-        self._run(self._decode)
-
     def receive(self) -> None:
-        """Receive what was sent; decoding may overwrite it."""
+        """Decoding may overwrite what was received."""
         for send in self._sends:
             self._return(send)
 
@@ -214,7 +209,6 @@ class _Sample:
             pass
 
     def _return(self, send: Send) -> None:
-        """What a rank receives if all send the same."""
         out, inp = (self._store.take(place) for place in (send.out, send.inp))
         if out.data_ptr() == inp.data_ptr():
             return

@@ -1,9 +1,18 @@
-"""Makes the collectives that replace FSDP's from a plan, and installs them on a model's units."""
+"""Makes the collectives that replace FSDP's from a plan, and installs them on a model's units.
+
+Before the first step, a rehearsal of the plan's steps records the calls of operators. The operators
+are compiled for these, once per host, and compared with the reference on small inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from weakref import ref
 
 import torch
@@ -12,6 +21,8 @@ from torch import nn
 
 from tagc.attach import Levels, OptimizerSteps, Unit
 from tagc.attach.changes import KnownParameters
+from tagc.basics.files import locked
+from tagc.basics.progress import Progress
 from tagc.codecs.workspace import Workspace
 from tagc.collect import (
     CopyGatherer,
@@ -22,41 +33,34 @@ from tagc.collect import (
     Transport,
     UnitGatherer,
     UnitReducer,
+    rehearse,
 )
 from tagc.collect.transport import Connect
 from tagc.collect.waiting import Waiting
-from tagc.ops import Ops, get_ops
+from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.plan import Plan, UnitInfo, UnitPlan, build_plan
 from tagc.policy import Policy
+from tagc.selfcheck import Recorder, check
 
 
 @dataclass
 class Collectives:
-    """The replacements of FSDP's collectives, in the order of the units.
-
-    Attributes:
-        gatherers, replica_reducers: empty if the policy has no rules for them.
-        levels: the process groups that tagc made for hosts.
-        steps: tells the gatherers about the optimizer's steps.
-        replica_group: the ranks that hold the same shard in other replicas.
-        stand_ins: average over ``replica_group`` if compression is switched off.
-        known: the model's parameters when it was wrapped, which reducers compare with those of now.
-        unwatch: ends what tells groups of the model's forward; None if nothing does.
-    """
+    """The replacements of FSDP's collectives, in the order of the units. ``gatherers`` and
+    ``replica_reducers`` are empty if the policy has no rules for them."""
 
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
-    levels: Levels | None = None
-    steps: OptimizerSteps | None = None
-    replica_group: dist.ProcessGroup | None = None
+    levels: Levels | None = None  # the process groups that tagc made for hosts
+    steps: OptimizerSteps | None = None  # tells the gatherers about the optimizer's steps
+    replica_group: dist.ProcessGroup | None = None  # that holds the same shard in other replicas
+    # Average over ``replica_group`` if compression is switched off.
     stand_ins: list[UnitReducer] = field(default_factory=list)
-    known: KnownParameters | None = None
-    unwatch: Callable[[], None] | None = None
+    known: KnownParameters | None = None  # the model's parameters when it was wrapped
+    unwatch: Callable[[], None] | None = None  # ends what tells groups of the model's forward
 
     @property
     def waiting(self) -> list[Waiting]:
-        """The gradients of micro-batches that wait, for each reducer."""
         return [reducer.waiting for reducer in (*self.all_reducers, *self.stand_ins)]
 
     def watch(self, model: nn.Module) -> None:
@@ -77,7 +81,6 @@ class Collectives:
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
-        """The reducers of the reduce-scatter and of the all-reduce across replicas."""
         return [*self.reducers, *self.replica_reducers]
 
     def clear(self) -> None:
@@ -101,7 +104,6 @@ def on_gloo(units: Sequence[Unit]) -> bool:
 
 
 def over_replicas(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitInfo]:
-    """The all-reduce of every unit's shard."""
     return [replace(unit.info, world_size=group.size(), per_step=1) for unit in units]
 
 
@@ -115,11 +117,8 @@ def make_collectives(
     *,
     in_turns: bool = False,
 ) -> Collectives:
-    """Make the collectives of a plan; :func:`install` installs them.
-
-    Args:
-        in_turns: whether a unit may be reduced while messages of others are in flight.
-    """
+    """Make the collectives of a plan; :func:`install` installs them. ``in_turns``: a unit may be
+    reduced while messages of others are in flight."""
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
             "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
@@ -159,7 +158,13 @@ def make_collectives(
             return
         # On every unit, so that the bytes of units that stay dense are counted too.
         for i, (unit, unit_plan) in enumerate(zip(units, plan.parameters, strict=True)):
-            _check_gather(unit, unit_plan)
+            unit.check_gather()
+            if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
+                raise ValueError(
+                    f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP "
+                    "gathers as bytes; leave them out of the policy's rules for parameters, or "
+                    "give the unit a MixedPrecisionPolicy(param_dtype=...)"
+                )
             unit_ops, hosts = parts(unit, unit_plan)
             setup = GatherSetup(
                 plan=unit_plan,
@@ -193,16 +198,6 @@ def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
         return dist.get_rank()
     replica = 0 if replica_group is None else replica_group.rank()
     return replica * unit.group.size() + unit.group.rank()
-
-
-def _check_gather(unit: Unit, unit_plan: UnitPlan) -> None:
-    unit.check_gather()
-    if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
-        raise ValueError(
-            f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP gathers as "
-            "bytes; leave them out of the policy's rules for parameters, or give the unit a "
-            "MixedPrecisionPolicy(param_dtype=...)"
-        )
 
 
 def install(
@@ -243,3 +238,54 @@ def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup)
         reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
     )
     unit.install_all_reduce(average)
+
+
+def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
+    """Compile and check the operators of ``ops`` that the plan's units will call on ``device``.
+    Returns a note for users on what was checked; None if the implementation is not compiled
+    ahead."""
+    if not compiles_ahead(ops):
+        return None
+    progress = Progress("operators compiled, cached for later runs", shown=shown)
+    recorder = Recorder(ops, progress.step)
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _with_a_compiler(), current:
+        # The ranks of a host take turns: those after the first find compiled kernels.
+        # A user is named by number: in containers one may have no name.
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        folder = Path(tempfile.gettempdir()) / f"tagc-{user}"
+        with locked(folder, "kernels"), ops.compiling_only():
+            rehearse(plan, recorder.ops, stamped=device.type != "cpu")
+        progress.end()
+        progress = Progress("operators checked", len(recorder.calls), shown=shown)
+        checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())
+        progress.end()
+    return f"kernels: {checked}"
+
+
+@contextmanager
+def _with_a_compiler() -> Iterator[None]:
+    """Explain a missing C compiler: Triton builds the launcher of each kernel with it."""
+    try:
+        yield
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        if isinstance(error, RuntimeError) and "C compiler" not in str(error):
+            raise
+        raise RuntimeError(
+            "tagc: Triton could not build its kernel launcher on this host. It needs a C "
+            "compiler and Python's headers: install gcc and python3-dev (or what your system calls "
+            "them) on every host, or name a compiler by the environment variable CC. "
+            f"TAGC_OPS=reference needs neither, but is slow. Triton's error: {error}"
+        ) from error
+
+
+def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
+    """Compile and check the plan's kernels; the plan gets notes on them."""
+    notes = []
+    if any(unit_plan.compressed for unit_plan in plan.all_units):
+        shown = dist.get_rank() == 0
+        for device in dict.fromkeys(unit.device for unit in units):
+            chosen = get_ops(device, ops)
+            notes.append(make_ready(plan, chosen, device, shown=shown))
+    notes = (*plan.notes, *(note for note in notes if note is not None))
+    return replace(plan, notes=notes)

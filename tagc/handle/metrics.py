@@ -112,7 +112,8 @@ class Metrics:
         ]
         lines = [f"{'steps ' + str(self.steps):<14}{'sent':>12}{'dense':>12}{'ratio':>9}"]
         lines += [
-            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}{_ratio(dense, sent):>9}"
+            f"{name:<14}{format_bytes(sent):>12}{format_bytes(dense):>12}"
+            + (f"{dense / sent:8.2f}x" if sent else "")
             for name, sent, dense in rows
             if dense
         ]
@@ -140,10 +141,6 @@ class Metrics:
         return "\n".join(lines)
 
 
-def _ratio(dense: float, sent: float) -> str:
-    return f"{dense / sent:.2f}x" if sent else ""
-
-
 def collect(
     reducers: Sequence[UnitReducer],
     replicas: Sequence[UnitReducer] = (),
@@ -155,13 +152,8 @@ def collect(
     tuning: Tuning | None = None,
     dimensions: Mapping[str, DimensionBytes] | None = None,
 ) -> Metrics:
-    """Read the counters of all units. Waits for the device.
-
-    Args:
-        native_bytes: bytes that FSDP's own all-gathers send in a step of one backward.
-        parameter_error, noise_factor, dimensions: see :class:`Metrics`.
-        tuning: the policy's factors.
-    """
+    """Read the counters of all units. Waits for the device. ``native_bytes`` are those that FSDP's
+    own all-gathers send in a step of one backward."""
     all_reducers = [*reducers, *replicas]
     # Elements of sparse codecs, summed over the steps.
     counts = [(count, r) for r in all_reducers for count in r.selection_counts()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,22 +25,10 @@ _DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
 _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
 
 
-class Factors(Protocol):
-    """RMS of gradients relative to dense, per parameter; the same on all ranks."""
-
-    def agree(self) -> None:
-        """Exchange the measurements if an exchange is due. Call it on all ranks."""
-        ...
-
-    def by_parameter(self) -> dict[int, float]:
-        """Factors of the parameters that an optimizer may hold, by ``id(parameter)``."""
-        ...
-
-
-class NoiseFactors(Factors):
-    """:class:`Factors` as reducers measure them. All ranks exchange a few numbers for each unit
-    after 1, 2, 4, 8 and 16 reductions, and then after every 16: in the next call of :meth:`agree`.
-    """
+class NoiseFactors:
+    """RMS of gradients relative to dense, per parameter, as reducers measure them; the same on all
+    ranks, which exchange a few numbers for each unit after 1, 2, 4, 8 and 16 reductions, and then
+    after every 16."""
 
     def __init__(
         self,
@@ -56,6 +44,7 @@ class NoiseFactors(Factors):
                     reducer.measure_noise()
 
     def agree(self) -> None:
+        """Exchange the measurements if an exchange is due. Call it on all ranks."""
         due = [(unit, made) for unit, made in self._units if any(map(_is_due, made))]
         for group in dict.fromkeys(unit.group for unit, _ in due):
             together = [(unit, made) for unit, made in due if unit.group is group]
@@ -72,6 +61,7 @@ class NoiseFactors(Factors):
                 gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
     def by_parameter(self) -> dict[int, float]:
+        """Factors of the parameters that an optimizer may hold, by ``id(parameter)``."""
         found: dict[int, float] = {}
         for unit, reducers in self._units:
             named, params, infos = _by_name(unit, reducers), unit.trainable(), unit.info.params
@@ -95,7 +85,6 @@ class NoiseFactors(Factors):
 
 
 def _by_name(unit: Unit, reducers: Sequence[UnitReducer]) -> dict[str, float]:
-    """The factors of a unit's parameters, in its order."""
     named = {info.name: 1.0 for info in unit.info.params}
     for reducer in reducers:
         if reducer.gauge is not None:
@@ -106,15 +95,11 @@ def _by_name(unit: Unit, reducers: Sequence[UnitReducer]) -> dict[str, float]:
 
 
 def _is_due(reducer: UnitReducer) -> bool:
+    """Whether ranks exchange the reducer's measurements."""
     gauge = reducer.gauge
-    return gauge is not None and exchange_is_due(
-        reducer.counters.compressed_steps, int(gauge.agreed_at)
-    )
-
-
-def exchange_is_due(steps: int, agreed_at: int) -> bool:
-    """Whether ranks exchange measurements after ``steps`` reductions."""
-    return _stage(steps) != _stage(agreed_at)
+    if gauge is None:
+        return False
+    return _stage(reducer.counters.compressed_steps) != _stage(int(gauge.agreed_at))
 
 
 def _stage(steps: int) -> int:
@@ -135,11 +120,19 @@ class LearningRateScaling:
         factors: the factor of each parameter group in the last step.
     """
 
-    def __init__(self, optimizer: Optimizer, noise: Factors, *, second_moment: bool | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, noise: NoiseFactors, *, second_moment: bool | None
+    ) -> None:
         self._optimizer, self._noise = optimizer, noise
         self._divides = divides_by_second_moment(optimizer, second_moment)
-        if self._divides:
-            _check_rates(optimizer)
+        # Refuse optimizers that choose their rates themselves (transformers' Adafactor).
+        for i, group in enumerate(optimizer.param_groups if self._divides else ()):
+            if group.get("lr") is None or group.get("relative_step"):
+                raise ValueError(
+                    f"parameter group {i} of {type(optimizer).__name__} has no learning rate to "
+                    "keep: the optimizer chooses it itself; give it one (lr=..., "
+                    "relative_step=False)"
+                )
         # Parameter group, key, the value before the step, and the one during it.
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._removed = False
@@ -159,7 +152,6 @@ class LearningRateScaling:
         return self._optimizer is optimizer and not self._removed
 
     def remove(self) -> None:
-        """Leave the optimizer alone from now on."""
         self._restore_untouched()
         self._removed = True
         for hook in self._hooks:
@@ -218,16 +210,6 @@ class LearningRateScaling:
         self._restore()
 
 
-def _check_rates(optimizer: Optimizer) -> None:
-    """Refuse optimizers that choose their rates themselves (transformers' Adafactor)."""
-    for i, group in enumerate(optimizer.param_groups):
-        if group.get("lr") is None or group.get("relative_step"):
-            raise ValueError(
-                f"parameter group {i} of {type(optimizer).__name__} has no learning rate to keep: "
-                "the optimizer chooses it itself; give it one (lr=..., relative_step=False)"
-            )
-
-
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients."""
     if given is not None:
@@ -252,7 +234,7 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", apart))
 
 
-def clip_grad_norm(model: nn.Module, noise: Factors, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module, noise: NoiseFactors, max_norm: float) -> Tensor:
     """See :meth:`tagc.Compressor.clip_grad_norm_`."""
     noise.agree()
     factors = noise.by_parameter()

@@ -45,9 +45,9 @@ from tagc.handle.collectives import (
     make_collectives,
     on_gloo,
     over_replicas,
+    with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.handle.readiness import with_kernels
 from tagc.plan import Plan, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
@@ -180,17 +180,11 @@ def wrap(
 @dataclass
 class _Request:
     """The request of one rank, which all ranks must agree on before any of them measures or plans:
-    a collective that only some ranks call hangs. Every step may read what those before it found.
-
-    Attributes:
-        given: the group of the replicas that the caller passed.
-        place, frozen: facts that only this rank knows: its host, and its values of frozen
-            parameters.
-    """
+    a collective that only some ranks call hangs. Every step may read what those before it found."""
 
     model: nn.Module
     given_policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None
-    given: dist.ProcessGroup | None
+    given: dist.ProcessGroup | None  # of the replicas that the caller passed
     hosts: Hosts
     disabled: bool = False
     units: list[Unit] = field(default_factory=list)

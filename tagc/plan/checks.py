@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from tagc.codecs import CodecConfig, Special
+from tagc.codecs import CodecConfig
 from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
+from tagc.plan.messages import Segment
 from tagc.plan.plan import Plan
 from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
@@ -17,6 +18,7 @@ from tagc.plan.two_shots import why_one_shot
 from tagc.plan.unit_plan import Direction, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import (
+    Inside,
     ParameterRule,
     ParamInfo,
     Policy,
@@ -33,17 +35,60 @@ COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that messages can carry."""
 
 
-def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
-    """A note about parameters without a shared support, although their rule asks for one."""
+def notes_on(
+    directions: Sequence[Sequence[UnitPlan]],
+    infos: Sequence[Sequence[UnitInfo]],
+    policy: Policy,
+    params: Iterable[UnitParam],
+) -> Iterator[str]:
+    """What users should know about a plan.
+
+    Args:
+        directions: the units of gradients, parameters and replicas.
+        infos: the units of gradients and parameters that were planned.
+        params: all parameters.
+    """
+    gradients, parameters, replicas = directions
+    yield from _unshared_supports(gradients, policy.gradients)
+    if policy.replicas:
+        yield from _unshared_supports(replicas, policy.replicas)
+    yield from _in_levels(gradients)
+    yield from _in_levels(parameters)
+    yield from _without_effect(gradients, policy.inside)
+    yield from _about_shots(gradients)
+    yield from _about_shots(replicas)
+    yield from _left_out(parameters, policy)
+    if policy.parameters and any(unit.replicated for unit in infos[0]):
+        yield (
+            "the policy's rules for parameters have nothing to do: with DDP each rank has all "
+            "parameters, and none are sent"
+        )
+    for some, units in zip(infos, directions[:2], strict=True):
+        yield from _in_one_level(some, units)
+    yield from _kept_native(parameters)
+    yield from _without_role(params, policy)
+    units = [unit for units in directions for unit in units]
+    yield from _beyond_their_names(units)
+    feedbacks = [segment.codec.feedback for unit in units for segment in unit.segments]
+    yield from dict.fromkeys(f.note for f in feedbacks if f is not None and f.note)
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Each reason, and a list of the names that have it."""
+    names: dict[str, list[str]] = {}
+    for why, name in pairs:
+        names.setdefault(why, []).append(name)
+    return ((why, as_list(some)) for why, some in names.items())
+
+
+def _unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
+    """Parameters without a shared support, although their rule asks for one."""
     names = [
         param.name
         for unit in units
         for segment in unit.segments
-        if rules
-        and segment.rule is not None
-        and segment.columns
-        and rules[segment.rule].codec.shares_support
-        and not segment.codec.has_shared_support
+        if segment.rule is not None and segment.columns
+        if rules[segment.rule].codec.shares_support and not segment.codec.has_shared_support
         for param in segment.params
     ]
     if names:
@@ -55,21 +100,16 @@ def unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Itera
         )
 
 
-def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes on how many units of one direction use two levels, and the bytes inside hosts."""
+def _in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """How many units of one direction use two levels, and the bytes inside hosts."""
     layouts = {(u.peers, u.info.ranks_per_host) for u in units if u.info.ranks_per_host > 1}
     for hosts, ranks in sorted(layouts):
         mine = [u for u in units if (u.peers, u.info.ranks_per_host) == (hosts, ranks)]
         inside = format_bytes(sum(map(bytes_inside, mine)))
         what, others = f"{mine[0].direction} of {len(mine)} units in two levels", hosts - 1
         if mine[0].direction == "gradients":
-            forms = dict.fromkeys(
-                s.codec.name
-                for u in mine
-                if u.inside is not None
-                for s in u.inside.segments
-                if s.compressed
-            )
+            segments = [s for u in mine if u.inside is not None for s in u.inside.segments]
+            forms = dict.fromkeys(s.codec.name for s in segments if s.compressed)
             form = f" as {' and '.join(forms)}" if forms else ""
             yield (
                 f"{what}: the {ranks} ranks of a host add up first (each sends {inside} to the "
@@ -84,8 +124,21 @@ def in_levels(units: Sequence[UnitPlan]) -> Iterator[str]:
             )
 
 
-def in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterator[str]:
-    """A note on units of one direction that do not use two levels although others could."""
+def _without_effect(units: Sequence[UnitPlan], inside: Inside) -> Iterator[str]:
+    """The policy asks for fewer bits inside hosts, but no unit sends fewer."""
+    if inside == "native" or any(unit.inside is not None for unit in units):
+        return
+    if not any(unit.compressed for unit in units):
+        why = "no gradient is compressed between hosts"
+    elif any(unit.info.ranks_per_host > 1 for unit in units):
+        why = "the gradients that it compresses have two bytes already"
+    else:
+        why = "every rank sends for itself"
+    yield f"the policy's key 'inside: {inside}' changes nothing here: {why}"
+
+
+def _in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Units of one direction that do not use two levels although others could."""
     pairs = zip(infos, units, strict=False)  # without rules for a direction it has no plans
     names = [u.info.label for i, u in pairs if u.info.ranks_per_host < i.ranks_per_host]
     if names:
@@ -95,8 +148,8 @@ def in_one_level(infos: Sequence[UnitInfo], units: Sequence[UnitPlan]) -> Iterat
         )
 
 
-def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes about the units all-reduced in two shots, and the reasons for one shot."""
+def _about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """The units all-reduced in two shots, and the reasons for one shot."""
     two = [unit for unit in units if unit.shots is not None]
     if two:
         shots = sum(sum(bytes_in_step(unit)) for unit in two)
@@ -107,21 +160,76 @@ def about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
             f"({format_bytes(shots)}; in one shot, every message to all, "
             f"{format_bytes(once)})"
         )
-    whole: dict[str, list[str]] = {}
-    for unit in units:
-        one_shot = unit.all_reduced and unit.compressed and unit.shots is None
-        if one_shot and unit.peers > 2:
-            why = why_one_shot(unit) or "two would send more"
-            whole.setdefault(why, []).append(unit.info.label)
-    for why, names in whole.items():
-        yield f"{units[0].direction} of {as_list(names)} in one shot, every message to all: {why}"
+    whole = (
+        (why_one_shot(unit) or "two would send more", unit.info.label)
+        for unit in units
+        if unit.all_reduced and unit.compressed and unit.shots is None and unit.peers > 2
+    )
+    for why, names in _by_reason(whole):
+        yield f"{units[0].direction} of {names} in one shot, every message to all: {why}"
+
+
+def _left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
+    """Frozen parameters that are gathered uncompressed despite their rule, and why."""
+    params = (p for unit in units for s in unit.segments if s.rule is None for p in s.params)
+    special = (
+        (param.special.value, param.name)
+        for param in params
+        if param.special is not None
+        and first_match(policy.parameters, policy.describe(param.name, param.shape)) is not None
+    )
+    for what, names in _by_reason(special):
+        yield (
+            f"parameters {names}: gathered as they are, whatever their rule says, since they are "
+            f"frozen and hold {what}, which few bits would change"
+        )
+
+
+def _kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Units that FSDP sends itself despite their rules, and why."""
+    native = ((unit.info.native, unit.info.label) for unit in units if unit.info.native)
+    for why, names in _by_reason(native):
+        yield (
+            f"{units[0].direction} of {names}: as FSDP sends them, since {why} (the table counts "
+            "their elements in the dtype that FSDP computes with)"
+        )
+
+
+def _without_role(params: Iterable[UnitParam], policy: Policy) -> Iterator[str]:
+    """Matrices whose names tell no role, if the policy's rules ask for roles."""
+    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
+    if not any(rule.when.role for rule in rules):
+        return
+    infos = [policy.describe(param.name, param.shape) for param in params]
+    names = [i.name for i in infos if i.role == "other" and not i.no_matrix and i.numel >= SMALL]
+    if names:
+        what = "1 matrix has" if len(names) == 1 else f"{len(names)} matrices have"
+        yield (
+            f"{what} role other, as names tell no more: {as_list(names)}; to name their roles, "
+            "write `roles` in a policy that extends this one"
+        )
+
+
+def _beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Parameters that take more than twice their codec's nominal bits."""
+    costly = (
+        (f"{unit.direction} in {segment.codec.name}", f"{param.name} ({bits:.3g} bits)")
+        for unit in units
+        for segment in unit.compressed
+        for param, own, share in unit.shares(segment)
+        if segment.codec.nominal_bits is not None and own
+        if (bits := 32 * segment.codec.words * share / own) > 2 * segment.codec.nominal_bits
+    )
+    for what, names in _by_reason(costly):
+        yield (
+            f"{what}, scales included, take more than twice the bits of their codes: {names}. The "
+            "parts of a shard are too small or too narrow; give such parameters codec 'quantized', "
+            "or leave them dense"
+        )
 
 
 def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
-    """Warnings about a plan.
-
-    Args:
-        matched: direction and index of the rules that select at least one parameter.
+    """Warnings about a plan, given the direction and index of the rules that select any parameter.
 
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
@@ -172,15 +280,18 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
     return found + mostly_small(plan)
 
 
+def _described(plan: Plan, direction: str) -> Iterator[tuple[Segment, UnitParam, ParamInfo]]:
+    """All parameters of a direction, with their segments."""
+    for unit in (unit for unit in plan.all_units if unit.direction == direction):
+        for segment in unit.segments:
+            for param in segment.params:
+                yield segment, param, plan.policy.describe(param.name, param.shape)
+
+
 def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
     """The parameter that a rule without parameters comes nearest to, if it selects all but its size
     or kind."""
-    infos = [
-        plan.policy.describe(param.name, param.shape)
-        for unit in plan.all_units
-        for segment in unit.segments
-        for param in (segment.params if unit.direction == direction else ())
-    ]
+    infos = [info for *_, info in _described(plan, direction)]
     misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
     if not misses:
         return ""
@@ -211,10 +322,9 @@ def mostly_small(plan: Plan) -> list[str]:
     are smaller than the default ``min_numel``. A model's adapters (LoRA) are like that."""
     small: list[ParamInfo] = []
     total = 0
-    for param, rule in ((p, s.rule) for u in plan.units for s in u.segments for p in s.params):
-        info = plan.policy.describe(param.name, param.shape)
+    for segment, _, info in _described(plan, "gradients"):
         total += info.numel
-        if rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
+        if segment.rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
             small.append(info)
     left = sum(info.numel for info in small)
     if 2 * left <= total:
@@ -231,10 +341,10 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     """How many parameters none of these rules selects, why, and what to write to select them; and
     the whole file, if it is one."""
     by_miss: dict[Miss, dict[str, ParamInfo]] = {}
-    for unit in plan.all_units:
-        rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == unit.direction]
-        for param in (p for s in unit.segments for p in s.params if rules):
-            info = plan.policy.describe(param.name, param.shape)
+    directions = [*dict.fromkeys(direction for direction, _ in means_to)]
+    for direction in directions:
+        rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == direction]
+        for _, param, info in _described(plan, direction):
             if param.special is not None and first_match(rules, info) is not None:
                 miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
             else:
@@ -256,7 +366,6 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     miss, infos = listed[0]
     if miss.near == Near.SMALL:
         small = [info for m, some in found.items() if m.near == Near.SMALL for info in some]
-        directions = [*dict.fromkeys(direction for direction, _ in means_to)]
         how, file = _to_select(plan.policy, small, directions)
         return f"{text}. To compress these, {how}", file
     elif miss.near == Near.NO_MATRIX:
@@ -267,86 +376,8 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     return text, ""
 
 
-def left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
-    """Notes on frozen parameters that are gathered uncompressed despite their rule, and why."""
-    names: dict[Special, list[str]] = {}
-    for unit in units:
-        for segment in unit.segments:
-            for param in segment.params if segment.rule is None else ():
-                rule = first_match(policy.parameters, policy.describe(param.name, param.shape))
-                if param.special is not None and rule is not None:
-                    names.setdefault(param.special, []).append(param.name)
-    for special, some in names.items():
-        yield (
-            f"parameters {as_list(some)}: gathered as they are, whatever their rule says, since "
-            f"they are frozen and hold {special.value}, which few bits would change"
-        )
-
-
-def without_gathers(units: Sequence[UnitInfo], policy: Policy) -> Iterator[str]:
-    """A note if the policy has rules for parameters, but no parameters travel (DDP)."""
-    if policy.parameters and any(unit.replicated for unit in units):
-        yield (
-            "the policy's rules for parameters have nothing to do: with DDP each rank has all "
-            "parameters, and none are sent"
-        )
-
-
-def without_role(params: Iterable[UnitParam], policy: Policy) -> Iterator[str]:
-    """A note on matrices whose names tell no role, if the policy's rules ask for roles."""
-    rules = (*policy.gradients, *policy.parameters, *policy.replicas)
-    if not any(rule.when.role for rule in rules):
-        return
-    infos = [policy.describe(param.name, param.shape) for param in params]
-    names = [i.name for i in infos if i.role == "other" and not i.no_matrix and i.numel >= SMALL]
-    if names:
-        what = "1 matrix has" if len(names) == 1 else f"{len(names)} matrices have"
-        yield (
-            f"{what} role other, as names tell no more: {as_list(names)}; to name their roles, "
-            "write `roles` in a policy that extends this one"
-        )
-
-
-def kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes on units that FSDP sends itself despite their rules, and why."""
-    names: dict[str, list[str]] = {}
-    for unit in units:
-        if unit.info.native:
-            names.setdefault(unit.info.native, []).append(unit.info.label)
-    for why, some in names.items():
-        yield (
-            f"{units[0].direction} of {as_list(some)}: as FSDP sends them, since {why} (the table "
-            "counts their elements in the dtype that FSDP computes with)"
-        )
-
-
-def beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
-    """Notes on parameters that take more than twice their codec's nominal bits."""
-    costly: dict[str, list[str]] = {}
-    for unit in units:
-        for segment in unit.compressed:
-            nominal, words = segment.codec.nominal_bits, segment.codec.words
-            columns = [unit.dense_columns([param]) for param in segment.params]
-            shares = segment.codec.word_shares(columns)
-            for param, own, share in zip(segment.params, columns, shares, strict=True):
-                bits = 32 * words * share / own if own else 0
-                if nominal is not None and bits > 2 * nominal:
-                    name = f"{unit.direction} in {segment.codec.name}"
-                    costly.setdefault(name, []).append(f"{param.name} ({bits:.3g} bits)")
-    for what, names in costly.items():
-        yield (
-            f"{what}, scales included, take more than twice the bits of their codes: "
-            f"{as_list(names)}. The parts of a shard are too small or too narrow; give such "
-            "parameters codec 'quantized', or leave them dense"
-        )
-
-
 def check_dtype(unit: UnitPlan) -> None:
-    """Raise for dtypes that no codec can compress.
-
-    Raises:
-        PolicyError: if the unit's dtype is none of ``COMPRESSIBLE``.
-    """
+    """Raise PolicyError for dtypes that no codec can compress."""
     # FSDP gathers several dtypes as bytes; `tagc.wrap` raises a clearer error for that.
     if unit.compressed and unit.info.dtype not in (*COMPRESSIBLE, torch.uint8):
         what, remedy = {
@@ -358,7 +389,7 @@ def check_dtype(unit: UnitPlan) -> None:
             remedy = "make its parameters float32 before DistributedDataParallel(...)"
         names = as_list([p.name for s in unit.compressed for p in s.params])
         raise PolicyError(
-            f"unit {unit.info.name or '(root)'!r} {what} of {unit.info.dtype}, which only the "
+            f"unit {unit.info.label!r} {what} of {unit.info.dtype}, which only the "
             f"codec 'dense' can send; {remedy}, or leave out of the policy: {names}"
         )
 
@@ -366,20 +397,17 @@ def check_dtype(unit: UnitPlan) -> None:
 def matrices_of(
     unit: UnitInfo, params: Sequence[UnitParam], codec: CodecConfig
 ) -> list[list[tuple[int, int]]]:
-    """The rows and columns of the matrices in a shard of each parameter, for ``codec``.
-
-    Raises:
-        PolicyError: if a parameter's shard is not a matrix.
-    """
+    """The rows and columns of the matrices in a shard of each parameter, for ``codec``. Raises
+    PolicyError if a parameter's shard is not a matrix."""
     if unit.flat is not None:
         raise PolicyError(
-            f"unit {unit.name or '(root)'!r} is sharded by FSDP1, which cuts through rows, so "
+            f"unit {unit.label!r} is sharded by FSDP1, which cuts through rows, so "
             "codec 'matrix' has none to scale; use fully_shard (FSDP2), or codec 'quantized'"
         )
     vectors = [p.name for p in params if len(p.shape) < 2]
     if vectors:
         raise PolicyError(
-            f"{codec.description} needs rows and columns, but unit {unit.name or '(root)'!r} has "
+            f"{codec.description} needs rows and columns, but unit {unit.label!r} has "
             f"{as_list(vectors)} with one dimension only; give such parameters "
             f"{codec.for_vectors}"
         )

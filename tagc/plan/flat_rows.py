@@ -16,7 +16,6 @@ _Copy = tuple[int, int, int]
 
 
 def is_rearranged(unit: UnitPlan) -> bool:
-    """Whether the unit's gradient is rearranged."""
     flat = unit.info.flat is not None and bool(unit.compressed)
     return flat and not is_whole(unit.info, unit.segments[0].params)
 
@@ -52,20 +51,13 @@ def restoring(unit: UnitPlan) -> ByRank:
 
 
 def _copies(unit: UnitPlan) -> list[list[_Copy]]:
-    """The copies of every row."""
     rows: list[list[_Copy]] = [[] for _ in range(unit.info.world_size)]
     for segment in unit.segments:
         for piece in param_slices(unit.info, segment.params):
-            _append(rows[piece.row], (piece.start, segment.start + piece.column, piece.length))
+            row, column, length = rows[piece.row], segment.start + piece.column, piece.length
+            start, at, n = row[-1] if row else (0, 0, 0)
+            if n and (start + n, at + n) == (piece.start, column):  # it continues the last one
+                row[-1] = start, at, n + length
+            else:
+                row.append((piece.start, column, length))
     return rows
-
-
-def _append(row: list[_Copy], new: _Copy) -> None:
-    """Add a copy; merge it with the last one if it continues that in both rows."""
-    start, column, length = new
-    if row:
-        first, at, n = row[-1]
-        if first + n == start and at + n == column:
-            row[-1] = first, at, n + length
-            return
-    row.append(new)

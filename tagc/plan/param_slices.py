@@ -22,14 +22,9 @@ from tagc.plan.units import UnitInfo, UnitParam
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlice:
-    """Elements ``offset`` to ``offset + length`` of a flattened parameter.
-
-    Attributes:
-        row: the rank that owns them.
-        column: column of the first element in the segment.
-        start: column of the first element in a row of FSDP1's buffer; for FSDP2 equal to
-            ``column``.
-    """
+    """Elements ``offset`` to ``offset + length`` of a flattened parameter, in the row of the rank
+    that owns them, from ``column`` of the segment on, and from ``start`` of a row of FSDP's buffer
+    on (for FSDP2 the same)."""
 
     param: str
     offset: int
@@ -45,7 +40,6 @@ def is_whole(info: UnitInfo, params: Sequence[UnitParam]) -> bool:
 
 
 def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
-    """Columns of a segment of these parameters, including padding."""
     if info.flat is None:
         return sum(param.columns for param in params)
     if is_whole(info, params):
@@ -54,13 +48,9 @@ def columns_of(info: UnitInfo, params: Sequence[UnitParam]) -> int:
 
 
 def param_slices(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamSlice]:
-    """The non-empty pieces of a segment's parameters, parameter by parameter and row by row.
-
-    For FSDP2 this assumes parameters that are sharded in their first dimension.
-    """
-    if info.flat is None:
-        yield from _even(info, params)
-        return
+    """The non-empty pieces of a segment's parameters in a flat buffer, parameter by parameter and
+    row by row."""
+    assert info.flat is not None
     S, whole = info.flat.columns, is_whole(info, params)
     used = [0] * info.world_size
     for param in params:
@@ -88,22 +78,3 @@ def filled_columns(info: UnitInfo, params: Sequence[UnitParam]) -> list[int]:
     for piece in param_slices(info, params):
         columns[piece.row] = max(columns[piece.row], piece.column + piece.length)
     return columns
-
-
-def _even(info: UnitInfo, params: Sequence[UnitParam]) -> Iterator[ParamSlice]:
-    column = 0
-    for param in params:
-        numel = math.prod(param.shape)
-        for row in range(info.world_size):
-            offset = row * param.columns
-            length = min(param.columns, numel - offset)
-            if length > 0:
-                yield ParamSlice(
-                    param=param.name,
-                    offset=offset,
-                    length=length,
-                    row=row,
-                    column=column,
-                    start=column,
-                )
-        column += param.columns

@@ -1,21 +1,19 @@
-"""The plan of a model: how every parameter is sent, and the fingerprint that ranks compare."""
+"""The plan of a model: how every parameter is sent, what a rank sends in a step, and the
+fingerprint that ranks compare."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tagc.plan.alike import merged
-from tagc.plan.memory import Memory, memory_of
 from tagc.plan.messages import Segment
-from tagc.plan.programs import bytes_in_step
+from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
-from tagc.plan.step import Sent, about_steps, headline, sent_in_step
-from tagc.plan.table import Row, as_text
+from tagc.plan.table import Row, as_text, format_bytes, merged
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
@@ -103,11 +101,19 @@ class Plan:
         """What a rank sends in a step, and how much less that is, in one line."""
         per = "step" if self.micro_batches == 1 else f"step of {self.micro_batches} micro-batches"
         per = per if self.policy.sites is None else "exchange"
-        return headline(self.sent, per, native=not self.parameters)
+        parts = [f"{name} {times_less(one)}" for name, one in self.sent.items()]
+        if not self.parameters:
+            parts = [f"{p} (FSDP sends them)" if p.startswith("param") else p for p in parts]
+        wire, dense = total(self.sent)
+        if len(parts) > 1:
+            parts.append(f"together {times_less((wire, dense))}")
+        return (
+            f"a rank sends {format_bytes(wire)} per {per} instead of {format_bytes(dense)}: "
+            f"{', '.join(parts)} less"
+        )
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One row per parameter and direction, in the order of FSDP's buffers."""
         return tuple(
             row for unit in self.all_units for row in _rows(unit, self.policy, self.micro_batches)
         )
@@ -134,14 +140,12 @@ class Plan:
         """The table with a line for each parameter."""
         return self._as_text(self.rows)
 
-    def _about_steps(self) -> Iterator[str]:
-        if self.policy.sites is None:
-            yield from about_steps((*self.all_units, *self.native), self.micro_batches)
-
     def _as_text(self, rows: Sequence[Row]) -> str:
+        units = (*self.all_units, *self.native)
+        steps = about_steps(units, self.micro_batches) if self.policy.sites is None else ()
         notes = (
             self.memory.note,
-            *self._about_steps(),
+            *steps,
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
         )
@@ -151,13 +155,10 @@ class Plan:
 
 
 def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:
-    """One row for each of a unit's parameters."""
     sent = bytes_in_step(unit, micro_batches)
     for segment, wire_bytes in zip(unit.segments, sent, strict=True):
-        columns = [unit.dense_columns([param]) for param in segment.params]
-        total = sum(columns) or 1
-        shares = segment.codec.word_shares(columns)
-        for param, own, wire_share in zip(segment.params, columns, shares, strict=True):
+        total = sum(unit.dense_columns([param]) for param in segment.params) or 1
+        for param, own, wire_share in unit.shares(segment):
             info = policy.describe(param.name, param.shape)
             why = "" if segment.compressed else _why_dense(unit, segment, param, policy, info)
             yield Row(
@@ -190,3 +191,44 @@ def _why_dense(
     if not segment.columns:
         return "no elements"
     return "chosen by codec auto"
+
+
+Sent = tuple[float, float]
+"""Bytes that a rank sends, and that it would send uncompressed."""
+
+
+def sent_in_step(units: Sequence[UnitPlan], micro_batches: int) -> Sent:
+    wire = dense = 0.0
+    for unit in units:
+        wire += sum(bytes_in_step(unit, micro_batches))
+        columns = sum(unit.dense_columns(segment.params) for segment in unit.segments)
+        dense += unit.dense_bytes(columns, micro_batches)
+    return wire, dense
+
+
+def total(sent: Mapping[str, Sent]) -> Sent:
+    wires, denses = zip(*sent.values(), strict=True) if sent else ((), ())
+    return sum(wires), sum(denses)
+
+
+def times_less(sent: Sent) -> str:
+    """The ratio as text: ``7.87×``."""
+    wire, dense = sent
+    ratio = dense / wire if wire else 1.0
+    return f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.3g}×"
+
+
+def about_steps(units: Sequence[UnitPlan], micro_batches: int) -> Iterator[str]:
+    """A note on what a step is, and what micro-batches send, for the units of all directions, those
+    that FSDP sends itself included."""
+    more = [b - a for a, b in zip(sent_in_step(units, 1), sent_in_step(units, 2), strict=True)]
+    step = "one backward" if micro_batches == 1 else f"{micro_batches} backwards"
+    if any(unit.info.replicated for unit in units):
+        yield f"a step is {step}; with no_sync() only the last micro-batch sends"
+    elif any(sent_in_step(units, 1)):
+        once = any(unit.all_reduced or unit.info.ranks_per_host > 1 for unit in units)
+        how = ", with set_requires_all_reduce(False)" if once else ""
+        yield (
+            f"a step is {step}; each micro-batch after the first sends {format_bytes(more[0])} "
+            f"(uncompressed {format_bytes(more[1])}){how}"
+        )

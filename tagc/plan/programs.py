@@ -1,16 +1,21 @@
-"""The programs of a unit, and the bytes that they send."""
+"""The programs of a unit, the bytes that they send, and the memory that they need: between steps,
+in shared buffers, and temporarily."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import torch
 
 from tagc.codecs.sketch import COUNTING
 from tagc.ops.program import Program, Send
 from tagc.plan.gathers import Gathers
 from tagc.plan.messages import Segment
 from tagc.plan.reductions import Reductions, Variant
+from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 
 
@@ -23,17 +28,8 @@ def programs_of(unit: UnitPlan, *, stamped: bool = False) -> Iterator[Program]:
     """
     if unit.direction != "parameters":
         yield from Reductions(unit).in_order(stamped=stamped)
-        return
-    gathers = Gathers(unit)
-    if not unit.compressed:
-        if unit.info.ranks_per_host > 1:
-            yield gathers.uncompressed
-    elif unit.keeps_copy:
-        yield from (gathers.whole, gathers.changes, gathers.read)
-    elif unit.reuses_forward_message:
-        yield from (gathers.message, gathers.kept_message, gathers.again)
-    else:
-        yield gathers.message
+    elif unit.compressed or unit.info.ranks_per_host > 1:  # else the backend gathers itself
+        yield from (program for program, _ in programs_in_step(unit))
 
 
 def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[Program, int]]:
@@ -48,9 +44,11 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
         if not unit.compressed:
             yield gathers.uncompressed, times
         elif unit.keeps_copy:
+            yield gathers.whole, 0
             yield gathers.changes, 1
             yield gathers.read, times - 1
         elif unit.reuses_forward_message:
+            yield gathers.message, 0
             yield gathers.kept_message, micro_batches
             yield gathers.again, times - micro_batches
         else:
@@ -78,8 +76,7 @@ def sends_in_step(unit: UnitPlan, micro_batches: int = 1) -> tuple[tuple[Send, i
 
 
 def bytes_in_step(unit: UnitPlan, micro_batches: int = 1) -> list[float]:
-    """Bytes that a rank sends for each segment of a unit in such a step; with two levels, only
-    those to other hosts."""
+    """Bytes that a rank sends to other hosts in such a step, for each segment."""
     sends = [(s, n) for s, n in sends_in_step(unit, micro_batches) if s.level != "inside"]
     return [
         sum(times * send.bytes_for(_elements(unit, send, i)) for send, times in sends)
@@ -88,17 +85,117 @@ def bytes_in_step(unit: UnitPlan, micro_batches: int = 1) -> list[float]:
 
 
 def bytes_inside(unit: UnitPlan) -> int:
-    """Bytes that a rank sends to ranks of its own host: of gradients in a backward, to add them up;
-    of parameters in a step, to forward what came from other hosts."""
+    """Bytes that a rank sends inside its host: of gradients in a backward, of parameters in a
+    step."""
     sends = [(s, n) for s, n in sends_in_step(unit) if s.level == "inside"]
     return int(sum(times * send.bytes_for(send.inp.numel) for send, times in sends))
 
 
 def _elements(unit: UnitPlan, send: Send, i: int) -> float:
-    """How many elements that a rank sends are about segment ``i``."""
     if send.inp.dtype.is_floating_point:
         return send.inp.view_shape[0] * unit.dense_columns(unit.segments[i].params)
     messages = unit.flights.get(send.flight, unit.messages)
     segment: Segment = messages.segments[i]
     beside = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
     return messages.made * beside.get(send.flight, messages.words_of(segment))
+
+
+Buffer = tuple[str, torch.dtype, int]
+"""Name, dtype and number of elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a rank needs in addition to FSDP's own.
+
+    Attributes:
+        stored: bytes kept between steps: residuals, owner states, kept messages and copies.
+        buffers: bytes of scratch buffers, allocated in the first step and shared by all units;
+            between sites allocated for each exchange.
+        moment: the most temporary bytes: what operators and feedback allocate on a CPU for the
+            segment that needs most. (The eager reference takes more. The scratch of the kernels
+            for GPUs is not counted.)
+        waiting: additional bytes while micro-batches wait inside hosts
+            (``set_requires_all_reduce(False)``).
+    """
+
+    stored: int
+    buffers: int
+    moment: int
+    waiting: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The total without :attr:`waiting`."""
+        return self.stored + self.buffers + self.moment
+
+    @property
+    def note(self) -> str:
+        moment = f" and up to {format_bytes(self.moment)} temporarily" if self.moment else ""
+        waiting = (
+            f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
+            if self.waiting
+            else ""
+        )
+        return (
+            f"memory of a rank: {format_bytes(self.stored)} stored, "
+            f"{format_bytes(self.buffers)} in scratch buffers{moment}{waiting}"
+        )
+
+
+def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
+    """The memory of units in all directions. On gloo, sums need additional buffers."""
+    return Memory(
+        stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
+        buffers=buffer_bytes(units, gloo=gloo),
+        # Segments run one after another.
+        moment=max((n for unit in units for n in _moments(unit)), default=0),
+        waiting=sum(map(_waiting, units)),
+    )
+
+
+def buffer_bytes(units: Sequence[UnitPlan], *, gloo: bool) -> int:
+    """Bytes of the scratch buffers that these units share."""
+    largest: dict[tuple[str, torch.dtype], int] = {}
+    for unit in units:
+        for name, dtype, numel in buffers_of(unit, gloo=gloo):
+            largest[name, dtype] = max(largest.get((name, dtype), 0), numel)
+    return sum(numel * dtype.itemsize for (_, dtype), numel in largest.items())
+
+
+def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
+    """The scratch buffers of one unit, including those of its warm-up."""
+    if unit.info.world_size == 1:
+        return
+    for program in programs_of(unit):
+        places = [p for p in program.places if p.kind == "scratch"]
+        if gloo:
+            places += filter(None, (send.scratch for send in program.sends))
+        for place in places:
+            yield place.name, place.dtype, math.prod(place.shape)
+
+
+def _waiting(unit: UnitPlan) -> int:
+    """Bytes of the sum of a host's ranks that waits, in float32."""
+    adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
+    return 4 * unit.peers * unit.buffer_columns if adds_up and not unit.all_reduced else 0
+
+
+def _moments(unit: UnitPlan) -> Iterator[int]:
+    """The temporary bytes of each segment."""
+    dtype, half = unit.info.dtype, unit.info.dtype == torch.float16
+    flights = unit.flights.values() if unit.info.world_size > 1 else ()
+    for messages, segment in ((m, s) for m in flights for s in m.segments):
+        codec, feedback = segment.codec, segment.codec.feedback
+        # The CPU's operators encode float16 from a copy in float32.
+        encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
+        if messages is unit.inside:
+            yield max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
+            continue
+        adds_up = messages.rows == 1  # otherwise each message fills a row of its own
+        decoding = codec.widened_bytes(messages.read) if adds_up else 0
+        after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
+        if half and adds_up and codec.compressed:
+            # Two masks of the finite values of a sum in float32, one of the others, and a result.
+            after = max(after, 13 * segment.columns)
+        yield codec.scratch_bytes(messages.made, messages.read) + max(encoding, decoding, after)

@@ -47,8 +47,7 @@ from tagc.ops.sampling import (
 )
 from tagc.plan.flat_rows import arranging, is_rearranged, restoring
 from tagc.plan.messages import MessagePlan, Segment
-from tagc.plan.part import Part
-from tagc.plan.preserving import preserving
+from tagc.plan.part import Part, preserving
 from tagc.plan.two_shots import slicing_of
 from tagc.plan.unit_plan import UnitPlan
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from tagc.basics.quantities import format_bandwidth
-from tagc.plan.memory import buffer_bytes
-from tagc.plan.programs import bytes_in_step
+from tagc.plan.programs import buffer_bytes, bytes_in_step
 from tagc.plan.table import format_bytes
 from tagc.plan.unit_plan import UnitPlan
 from tagc.plan.units import UnitInfo
-from tagc.policy.sites import SitesConfig
+from tagc.policy.rules import SitesConfig
 
 AT_ONCE = 2**24
 """Elements of the units that are exchanged at once at most; a larger unit is exchanged alone."""

@@ -37,11 +37,8 @@ def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
 
 
 def in_two_shots(unit: UnitPlan) -> UnitPlan:
-    """The unit with its average over replicas in two shots.
-
-    Raises:
-        ValueError: if that is not possible; see :func:`why_one_shot`.
-    """
+    """The unit with its average over replicas in two shots. Raises ValueError if it cannot go
+    so."""
     why = why_one_shot(unit)
     if why is not None:
         raise ValueError(f"unit {unit.info.label!r} cannot go in two shots: {why}")
@@ -132,5 +129,4 @@ def slices_of(unit: UnitPlan, segment: Segment) -> Iterator[ParamSlice]:
 
 
 def _words(unit: UnitPlan) -> int:
-    """Words of a step's messages, without padding."""
     return sum(s.codec.words for found in unit.flights.values() for s in found.segments)

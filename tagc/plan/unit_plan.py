@@ -10,7 +10,7 @@ form a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,34 +27,24 @@ class TwoShots:
     """An all-reduce of a shard over ``N`` replicas in two shots. See :mod:`tagc.plan.two_shots`.
 
     Each replica owns a slice of the shard. It receives messages about its slice, sums them, and
-    sends one message about the sum to all.
-
-    Attributes:
-        reduce: messages of the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices.
-        gather: messages of the second shot, ``[C]`` to ``[N, C]``: an all-gather.
-        cuts: the cuts of each segment of the unit. In both shots a segment's slice has as many
-            columns as its cuts' ``length`` in total.
+    sends one message about the sum to all. In both shots a segment's slice has as many columns as
+    its cuts' ``length`` in total.
     """
 
-    reduce: MessagePlan
-    gather: MessagePlan
-    cuts: tuple[tuple[Cut, ...], ...]
+    reduce: MessagePlan  # the first shot, ``[N, C]`` to ``[C]``: a reduce-scatter of slices
+    gather: MessagePlan  # the second, ``[C]`` to ``[N, C]``: an all-gather
+    cuts: tuple[tuple[Cut, ...], ...]  # of each segment of the unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """The segments of one unit in one direction, in column order, without gaps.
-
-    Attributes:
-        shots: the two shots of an all-reduce; None in one shot.
-        inside: messages between the ranks of a host that add up gradients; None if they send each
-            other gradients uncompressed, or none. See :mod:`tagc.plan.inside`.
-    """
+    """The segments of one unit in one direction, in column order, without gaps."""
 
     info: UnitInfo
     segments: tuple[Segment, ...]
     direction: Direction = "gradients"
-    shots: TwoShots | None = None
+    shots: TwoShots | None = None  # of an all-reduce; None in one shot
+    # Between the ranks of a host that add up gradients, if they do not send them as they are.
     inside: MessagePlan | None = None
 
     @cached_property
@@ -93,7 +83,7 @@ class UnitPlan:
 
     @cached_property
     def columns(self) -> int:
-        """Elements of one shard of the unit in the segments' arrangement."""
+        """Elements of a shard in the segments' arrangement."""
         return self.segments[-1].stop if self.segments else 0
 
     @cached_property
@@ -102,16 +92,20 @@ class UnitPlan:
         return self.columns if self.info.flat is None else self.info.flat.columns
 
     def dense_columns(self, params: Sequence[UnitParam]) -> float:
-        """Columns of FSDP's buffer that these parameters take; in a flat buffer, an average over
+        """Columns of FSDP's buffer that these parameters take; if it is flat, an average over
         rows."""
         if self.info.flat is None:
             return sum(param.columns for param in params)
         numel, total = (sum(math.prod(p.shape) for p in ps) for ps in (params, self.info.params))
         return self.info.flat.columns * numel / max(1, total)
 
+    def shares(self, segment: Segment) -> Iterator[tuple[UnitParam, float, float]]:
+        """Each parameter of a segment, its dense columns, and its share of the segment's words."""
+        columns = [self.dense_columns([param]) for param in segment.params]
+        return zip(segment.params, columns, segment.codec.word_shares(columns), strict=True)
+
     @cached_property
     def for_all(self) -> bool:
-        """Whether all ranks get and decode the same messages."""
         return self.direction == "parameters" or self.all_reduced
 
     @cached_property
@@ -140,16 +134,13 @@ class UnitPlan:
 
     @cached_property
     def compressed(self) -> tuple[Segment, ...]:
-        """The segments that are compressed."""
         return tuple(s for s in self.segments if s.compressed)
 
     @cached_property
     def dense(self) -> tuple[Segment, ...]:
-        """The segments that are not compressed."""
         return tuple(s for s in self.segments if not s.compressed)
 
     def of(self, *plans: type[CodecPlan]) -> tuple[Segment, ...]:
-        """The segments whose codec plan is an instance of one of ``plans``."""
         return tuple(s for s in self.segments if isinstance(s.codec, plans))
 
     @cached_property

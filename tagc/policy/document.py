@@ -1,19 +1,24 @@
-"""Reads a policy file and records the place of every key.
+"""Reads a policy file with the place of every key, and reports what is wrong in terms of the file.
 
 This file knows YAML; `tagc.policy.policy` knows what a policy may contain.
 """
 
+import difflib
 import importlib.resources
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from tagc.basics.files import read_regular
-from tagc.policy.suggest import REMOVED_POLICIES, nearest, short
+from tagc.policy.roles import ROLES
 
 Keys = tuple[str | int, ...]
 
@@ -29,8 +34,6 @@ class PolicyError(ValueError):
 
 
 class Place(NamedTuple):
-    """A line and a column of a file, both counted from 1."""
-
     line: int
     column: int
 
@@ -49,23 +52,14 @@ class Problem:
 
 @dataclass(kw_only=True)
 class Document:
-    """Plain data, with its place in the file.
-
-    Attributes:
-        text: the content of the file.
-        path: the file's real path, None for a built-in policy.
-        places: the place of each key and list item, by path; empty for data not from a file.
-        problems: what the reader refused.
-        refused: the paths of the values that it left out for that reason.
-    """
-
     source: str
     data: object
-    text: str = ""
-    path: str | None = None
+    text: str = ""  # the content of the file
+    path: str | None = None  # the file's real path; None for a built-in policy
+    # The place of each key and list item, by path; empty for data not from a file.
     places: dict[Keys, Place] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    refused: list[Keys] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)  # what the reader refused
+    refused: list[Keys] = field(default_factory=list)  # paths of the values that it left out
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
@@ -88,10 +82,7 @@ def builtin_names() -> list[str]:
 
 
 def read_builtin(name: str) -> Document:
-    """The document of a built-in policy. Raises PolicyError for an unknown name."""
     names = builtin_names()
-    if name in REMOVED_POLICIES:
-        raise PolicyError(f"the built-in policy {name!r} was removed: {REMOVED_POLICIES[name]}")
     if name not in names:
         raise PolicyError(f"no built-in policy {name!r}; {nearest(name, names)}")
     file = importlib.resources.files("tagc.policies") / f"{name}.yaml"
@@ -244,3 +235,187 @@ def _error_text(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return " ".join(str(error).split())
+
+
+def closest(given: object, options: Sequence[object]) -> str | None:
+    """The option whose text is closest to `given`; None if no option is similar."""
+    lowered = {str(option).lower(): str(option) for option in options}
+    close = difflib.get_close_matches(short(given).strip("'").lower(), lowered, n=1, cutoff=0.5)
+    return lowered[close[0]] if close else None
+
+
+def nearest(given: object, options: Sequence[object]) -> str:
+    """The tail of a message about an invalid choice: `did you mean 'dense'? available: ...`.
+
+    Among numbers, the next ones above and below are near, the closer ratio first: 128 and 64 for
+    100.
+    """
+    numbers = [option for option in options if isinstance(option, int)]
+    if numbers:
+        meant = _neighbours(given, sorted(numbers))
+    else:
+        meant = [f"'{found}'" for found in [closest(given, options)] if found]
+    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
+    return f"{hint}available: {', '.join(map(str, options))}"
+
+
+def _neighbours(given: object, numbers: Sequence[int]) -> list[str]:
+    """At most two of the numbers, the nearer one first; none if `given` is not a number."""
+    text = given if isinstance(given, str) else short(given)
+    if not re.fullmatch(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?", text):
+        return []
+    number = float(text)
+    if number in numbers:
+        return [f"{number:g}, without quotes"]
+    around = [*[n for n in numbers if n < number][-1:], *[n for n in numbers if n > number][:1]]
+    if number < numbers[0]:
+        return [str(n) for n in around]  # `number` may have no logarithm
+    return [str(n) for n in sorted(around, key=lambda n: abs(math.log(n / number)))]
+
+
+def short(value: object) -> str:
+    """A value as an error message shows it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int with too many digits, or nested too deeply
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
+    """Raise one PolicyError that lists all problems by line, including the reader's.
+
+    Problems below a value that the reader refused are left out: they would only repeat the cause.
+    """
+    refused = set(document.refused)
+    listed = document.problems + [
+        problem
+        for problem in problems
+        if not any(problem.path[:end] in refused for end in range(len(problem.path) + 1))
+    ]
+    if listed:
+        listed.sort(key=lambda problem: _place_of_problem(problem, document) or Place(0, 0))
+        raise PolicyError("\n".join(_sentence(problem, document) for problem in listed))
+
+
+def translate(error: ValidationError, data: object, model: type[BaseModel]) -> list[Problem]:
+    """Pydantic's errors on `data` as problems, in the terms of the file.
+
+    `model` has every key of a file; allowed keys and values are read from it.
+    """
+    found = error.errors(include_url=False)
+    # A misspelt key is one mistake, although the right key is then missing.
+    meant = {
+        (*loc, closest(key, _keys(model, loc)))
+        for *loc, key in (one["loc"] for one in found if one["type"] == "extra_forbidden")
+    }
+    return [
+        _located(Problem(*_translate_one(details, model)), data)
+        for details in found
+        if details["type"] != "missing" or details["loc"] not in meant
+    ]
+
+
+def _located(problem: Problem, data: Any) -> Problem:
+    """The problem at its place in the file, where one alternative may have no list around it."""
+    outer = problem.path[:-1]
+    for part in outer:
+        data = data[part]
+    return replace(problem, path=outer) if isinstance(data, str) else problem
+
+
+# By pydantic's type of error, where its own text does not fit a file.
+_TEXTS = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "invalid_key": "a key must be a string",
+    "model_attributes_type": "must be a mapping",
+    "model_type": "must be a mapping",
+}
+
+
+def _translate_one(details: ErrorDetails, model: type[BaseModel]) -> tuple[Keys, str]:
+    loc, kind, given = details["loc"], details["type"], details["input"]
+    path, expected = _follow(model, loc)
+    if kind in ("missing", "union_tag_not_found"):
+        return (path if kind == "missing" else (*path, "kind")), "the key is missing"
+    if kind == "extra_forbidden":
+        return path, f"unknown key; {nearest(loc[-1], _keys(model, loc[:-1]))}"
+    if kind == "union_tag_invalid":
+        return (*path, "kind"), _unknown(given["kind"], [*map(_kind, expected)])
+    if kind == "literal_error" and loc[-1] == "[key]":  # only `roles` has it
+        return path, f"unknown key; {nearest(given, ROLES)}"
+    if kind == "literal_error":
+        values = [v for one in expected if get_origin(one) is Literal for v in get_args(one)]
+        return path, _unknown(given, values)
+    if kind == "value_error":
+        return path, str(details.get("ctx", {})["error"])
+    text = _TEXTS.get(kind) or re.sub("^(Input|String) should ", "must ", details["msg"])
+    # A value that is the whole file is some other text, not a policy: name only its type.
+    return path, f"{text}, not {short(given) if path else type(given).__name__}"
+
+
+def _unknown(given: object, options: Sequence[object]) -> str:
+    return f"unknown value {short(given)}; {nearest(given, options)}"
+
+
+def _follow(model: type[BaseModel], loc: Sequence[str | int]) -> tuple[Keys, list[Any]]:
+    """The path in the file of pydantic's location, and the types that a value may have there. A
+    location also names alternatives: the `kind` of a codec, a union's types."""
+    path: Keys = ()
+    types: list[Any] = [model]
+    for part in loc:
+        fields, origin = _fields(types[0]), get_origin(types[0])
+        if fields and len(types) > 1:
+            types = [codec for codec in types if _kind(codec) == part]
+        elif fields or origin is dict or (origin is tuple and isinstance(part, int)):
+            path = (*path, part)
+            inner = fields.get(part) if fields else get_args(types[0])[origin is dict]
+            types = _alternatives(inner)
+    return path, types
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [one for arg in get_args(annotation) for one in _alternatives(arg)]
+    return [] if annotation is NoneType else [annotation]
+
+
+def _fields(part: Any) -> dict[Any, Any]:
+    fields = getattr(part, "model_fields", {})
+    return {info.alias or name: info.annotation for name, info in fields.items()}
+
+
+def _keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
+    return [*_fields(_follow(model, loc)[1][0])]
+
+
+def _kind(codec: type[BaseModel]) -> str:
+    return codec.model_fields["kind"].default
+
+
+def _sentence(problem: Problem, document: Document) -> str:
+    place = _place_of_problem(problem, document)
+    where = document.source if place is None else f"{document.source}:{place}"
+    return ": ".join(part for part in (where, _key(problem.path), problem.text) if part)
+
+
+def _place_of_problem(problem: Problem, document: Document) -> Place | None:
+    path = problem.path
+    while path and path not in document.places:
+        path = path[:-1]
+    return problem.place or document.places.get(path)
+
+
+def _key(path: Keys) -> str:
+    """`("gradients", 0, "codec")` as `gradients[0].codec`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = part if re.fullmatch(r"[\w-]+", part) else short(part)
+            text += f".{name}" if text else name
+    return text

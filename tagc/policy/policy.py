@@ -32,11 +32,13 @@ from tagc.policy.document import (
     Problem,
     builtin_names,
     is_path,
+    raise_problems,
     read,
     read_builtin,
     read_file,
+    short,
+    translate,
 )
-from tagc.policy.problems import raise_problems, translate
 from tagc.policy.roles import ParamInfo, Role, clean_name, roles_beside
 from tagc.policy.rules import (
     DimensionRule,
@@ -44,11 +46,10 @@ from tagc.policy.rules import (
     OneOrMore,
     ParameterRule,
     Rule,
+    SitesConfig,
     check_replicated,
-    first_match,
+    problems_of_sites,
 )
-from tagc.policy.sites import SitesConfig, problems_of_sites
-from tagc.policy.suggest import short
 
 
 def _check_schema(value: object) -> object:
@@ -256,10 +257,6 @@ class Policy(Strict):
         policy = self.model_copy()
         policy._beside = roles_beside(names)
         return policy
-
-    def match(self, param: ParamInfo) -> int | None:
-        """Index in `gradients` of the first rule that selects the parameter; None is dense."""
-        return first_match(self.gradients, param)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.hash == other.hash

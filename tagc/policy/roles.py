@@ -104,7 +104,6 @@ class ParamInfo:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        """Read role and layer from the fully qualified `name`, which is kept as given."""
         return cls(name=name, shape=tuple(shape), role=role_of(name), layer=layer_of(name))
 
     @property
@@ -145,9 +144,11 @@ _LAYER = re.compile(
 )
 
 
-def _component(*alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|$)") -> re.Pattern:
+def _of(
+    role: Role, *alternatives: str, start: str = r"(?:^|\.)", end: str = r"(?:\.|$)"
+) -> tuple[Role, re.Pattern]:
     """A pattern for whole dot-separated components: `gate` does not find `gate_proj`."""
-    return re.compile(f"{start}(?:{'|'.join(alternatives)}){end}", re.IGNORECASE)
+    return role, re.compile(f"{start}(?:{'|'.join(alternatives)}){end}", re.IGNORECASE)
 
 
 # The prefix allowed before names that have a meaning only at the top of a model.
@@ -158,94 +159,77 @@ _MIXER = r"(?:mixer|mamba\w*|ssm|temporal_block|short_conv|\w*attn\w*|(?:self|li
 _PATTERNS: tuple[tuple[Role, re.Pattern], ...] = (
     # Before attention and embedding: post_attention_layernorm, embeddings.LayerNorm, q_norm.
     # Only the module that owns the parameter counts: norm1.linear.weight is a projection.
-    ("norm", _component(r"\w*norm[0-9]*(?:_\w+)?", r"ln(?:_?\w+)?|grn", end=r"(?:\.\w+)?$")),
+    _of("norm", r"\w*norm[0-9]*(?:_\w+)?", r"ln(?:_?\w+)?|grn", end=r"(?:\.\w+)?$"),
     # Before attention, because they are in its modules.
-    ("ssm", _component(r"A_log|dt_(?:proj_)?bias|rg_lru|time_(?:decay|first|mix\w*|maa\w*)")),
-    ("ssm", _component(r"D|[qkv]?_?conv_?1d", start=rf"(?:^|\.){_MIXER}")),
-    (
+    _of("ssm", r"A_log|dt_(?:proj_)?bias|rg_lru|time_(?:decay|first|mix\w*|maa\w*)"),
+    _of("ssm", r"D|[qkv]?_?conv_?1d", start=rf"(?:^|\.){_MIXER}"),
+    _of(
         "embedding",
-        _component(
-            r"relative_(?:attention|position)_bias(?:_table)?|continuous_position_bias_mlp",
-            r"attention_biases|distance_embedding|rel_pos(?:_[hw]|_emb|(?:_[xy])?_bias)?",
-        ),
+        r"relative_(?:attention|position)_bias(?:_table)?|continuous_position_bias_mlp",
+        r"attention_biases|distance_embedding|rel_pos(?:_[hw]|_emb|(?:_[xy])?_bias)?",
     ),
-    ("router", _component(r"router")),
+    _of("router", r"router"),
     # Perceivers hold their mlp in the attention, and a pooling attention is a block of its own.
-    ("mlp", _component(r"mlp", start=r"(?:^|\.)(?:\w+_)?(?:attn|attention|attn_pool)\.")),
+    _of("mlp", r"mlp", start=r"(?:^|\.)(?:\w+_)?(?:attn|attention|attn_pool)\."),
     # Before router and mlp: self_attn.gate is not a router, attention.output.dense not an mlp.
-    (
+    _of(
         "attention",
-        _component(
-            r"\w*(?:attn|attention)_?[0-9]*|\w+_attn_\w+_to_\w+|attn_pool",
-            r"(?:\w+_)?att|mha|temporal_block|mlstm_layer",
-            # Blocks that hold their projections directly. `wo` is missing: T5 has it in its mlp.
-            r"[qkvo]_proj|qkv(?:_proj)?|w[qkv]|wqkv|query_key_value|c_attn|in_proj_(?:weight|bias)",
-            r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
-        ),
+        r"\w*(?:attn|attention)_?[0-9]*|\w+_attn_\w+_to_\w+|attn_pool",
+        r"(?:\w+_)?att|mha|temporal_block|mlstm_layer",
+        # Blocks that hold their projections directly. `wo` is missing: T5 has it in its mlp.
+        r"[qkvo]_proj|qkv(?:_proj)?|w[qkv]|wqkv|query_key_value|c_attn|in_proj_(?:weight|bias)",
+        r"to_(?:q|k|v|kv|qkv|out|add_out)|linear_(?:qkv|kv)",
     ),
     # The block around a state-space recurrence. Nemotron's `mixer` can also be an mlp.
-    (
-        "attention",
-        _component(r"(?:in|out|x|dt)_proj", start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\."),
-    ),
+    _of("attention", r"(?:in|out|x|dt)_proj", start=r"(?:^|\.)(?:mixer|mamba\w*|ssm|conv)\."),
     # `gate` alone is a router; the gate of a gated mlp is called gate_proj, w1 or wi_0.
-    ("router", _component(r"gate|shared_expert_gate")),
+    _of("router", r"gate|shared_expert_gate"),
     # Before head and mlp: projections to the hidden size of another modality.
-    (
+    _of(
         "embedding",
-        _component(
-            r"multi_modal_projector|mm_projector|modality_projection|\w*merger(?:_list)?",
-            r"(?:language|caption|feature|\w+_to_\w+)_projection|(?:\w+_)?aligner|patch_conv",
-        ),
+        r"multi_modal_projector|mm_projector|modality_projection|\w*merger(?:_list)?",
+        r"(?:language|caption|feature|\w+_to_\w+)_projection|(?:\w+_)?aligner|patch_conv",
     ),
     # Before embedding, because of embed_out. `output` is torchtitan's head only outside the blocks:
     # BERT's blocks have an output.dense.
-    (
+    _of(
         "head",
-        _component(
-            r"(?:\w+_)?head",
-            r"embed_out|unembed|classifier|score|cls|pooler|qa_outputs|vocab_(?:transform|projector)",
-            r"to_logits|(?:\w+_)?predictions",
-        ),
+        r"(?:\w+_)?head",
+        r"embed_out|unembed|classifier|score|cls|pooler|qa_outputs|vocab_(?:transform|projector)",
+        r"to_logits|(?:\w+_)?predictions",
     ),
-    (
+    _of(
         "head",
-        _component(
-            r"output|proj_out(?:_[12])?|(?:visual|text|audio)_projection",
-            # DiT's last layer also has a modulation.
-            r"final_layer\.linear",
-            start=_TOP,
-        ),
+        r"output|proj_out(?:_[12])?|(?:visual|text|audio)_projection",
+        # DiT's last layer also has a modulation.
+        r"final_layer\.linear",
+        start=_TOP,
     ),
-    ("head", _component(r"output_projection", start=r"(?:^|\.)decoder\.")),
+    _of("head", r"output_projection", start=r"(?:^|\.)decoder\."),
     # Megatron's head; other models have an output_layer in their blocks.
-    ("head", _component(r"output_layer", start=r"^(?:(?:model|module|language_model)\.)?")),
-    (
+    _of("head", r"output_layer", start=r"^(?:(?:model|module|language_model)\.)?"),
+    _of(
         "embedding",
-        _component(
-            r"(?:\w*_)?emb(?:ed|eds|edder|edding|eddings)?(?:_\w+)?|wte|wpe|word_embeddings",
-            # Stems.
-            r"feature_extractor|subsampling|time_step_proj|input_projections?",
-            # An embedder can hold whole blocks, which are not embeddings.
-            end=r"(?:\.(?!.*blocks\.[0-9])|$)",
-        ),
+        r"(?:\w*_)?emb(?:ed|eds|edder|edding|eddings)?(?:_\w+)?|wte|wpe|word_embeddings",
+        # Stems.
+        r"feature_extractor|subsampling|time_step_proj|input_projections?",
+        # An embedder can hold whole blocks, which are not embeddings.
+        end=r"(?:\.(?!.*blocks\.[0-9])|$)",
     ),
-    ("embedding", _component(r"shared|stem|img_in|txt_in", start=_TOP)),
-    ("embedding", _component(r"conv[1-3]?", start=r"(?:^|\.)(?:encoder|audio_tower)\.")),
-    ("embedding", _component(r"tok|pos", start=_TOP, end=r"(?:\.weight)?$")),
+    _of("embedding", r"shared|stem|img_in|txt_in", start=_TOP),
+    _of("embedding", r"conv[1-3]?", start=r"(?:^|\.)(?:encoder|audio_tower)\."),
+    _of("embedding", r"tok|pos", start=_TOP, end=r"(?:\.weight)?$"),
     # Learned inputs: cls_token, query_tokens.
-    ("embedding", _component(r"\w+_tokens?|latents", end=r"(?:\.weight)?$")),
-    (
+    _of("embedding", r"\w+_tokens?|latents", end=r"(?:\.weight)?$"),
+    _of(
         "mlp",
-        _component(
-            r"\w*mlps?|ffn\w*|ff[0-9]?|ff_context|feed_?forward[0-9]?|\w*moe|(?:shared_)?experts?",
-            r"Dense(?:Relu|GatedAct)Dense|(?:\w+_)?intermediate(?:_query)?|output_query|[0-9]+\.output",
-            r"fc[12]|c_fc|lin(?:ear)?[12]|w[123]|(?:gate|up|down|gate_up)_proj",
-            r"dense_h_to_4h|dense_4h_to_h|pwconv[12]",
-        ),
+        r"\w*mlps?|ffn\w*|ff[0-9]?|ff_context|feed_?forward[0-9]?|\w*moe|(?:shared_)?experts?",
+        r"Dense(?:Relu|GatedAct)Dense|(?:\w+_)?intermediate(?:_query)?|output_query|[0-9]+\.output",
+        r"fc[12]|c_fc|lin(?:ear)?[12]|w[123]|(?:gate|up|down|gate_up)_proj",
+        r"dense_h_to_4h|dense_4h_to_h|pwconv[12]",
     ),
     # Outside the blocks, `fc` is a classifier.
-    ("mlp", _component(r"fc", start=r"(?:^|\.)(?:h|\w*layers?|\w*blocks?)\.[0-9]+\.(?:\w+\.)*")),
+    _of("mlp", r"fc", start=r"(?:^|\.)(?:h|\w*layers?|\w*blocks?)\.[0-9]+\.(?:\w+\.)*"),
     # Attention and mlp in one; the mlp is the larger part.
-    ("mlp", _component(r"proj_out", start=r"single_transformer_blocks\.[0-9]+\.")),
+    _of("mlp", r"proj_out", start=r"single_transformer_blocks\.[0-9]+\."),
 )

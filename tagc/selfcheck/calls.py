@@ -30,25 +30,15 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, reduced to the facts that choose a kernel.
+    """One call of an operator, reduced to the facts that choose a kernel."""
 
-    Attributes:
-        operator: one of :data:`OPERATORS`.
-        rows: all dimensions of the first tensor except the last; a size ``n`` above ``ROWS`` is
-            reduced to ``ROWS + n % ROWS``.
-        dtypes: dtypes of its tensors, by argument; None for a tensor that was not given.
-        options: its other arguments.
-        rest: last dimension of the first tensor modulo 16; 0 if there is a layout, which says it.
-    """
-
-    operator: str
-    rows: tuple[int, ...]
-    dtypes: tuple[tuple[str, torch.dtype | None], ...]
-    options: tuple[tuple[str, Hashable], ...]
-    rest: int = 0
+    operator: str  # one of :data:`OPERATORS`
+    rows: tuple[int, ...]  # dimensions of the first tensor but the last, at most ROWS + n % ROWS
+    dtypes: tuple[tuple[str, torch.dtype | None], ...]  # by argument; None if it was not given
+    options: tuple[tuple[str, Hashable], ...]  # the other arguments
+    rest: int = 0  # last dimension of the first tensor modulo 16, unless a layout says it
 
     def dtype(self, argument: str) -> torch.dtype:
-        """Dtype of a tensor that was given."""
         found = dict(self.dtypes)[argument]
         assert found is not None
         return found
@@ -58,7 +48,6 @@ class Call:
         return dict(self.dtypes)[argument]
 
     def option(self, name: str) -> Any:
-        """An argument that is not a tensor."""
         return dict(self.options)[name]
 
     def __str__(self) -> str:
@@ -73,22 +62,12 @@ class Call:
 
 class Recorder:
     """Operators that record their calls and pass them on; takes the place of
-    :class:`tagc.ops.Ops`.
-
-    Attributes:
-        calls: the kinds of calls so far, in order of first use.
-        count: number of all calls.
-    """
+    :class:`tagc.ops.Ops`. ``calls`` are the kinds of calls so far, in order of first use; ``new``
+    is called after one of a new kind."""
 
     def __init__(self, ops: Ops, new: Callable[[], None] = lambda: None) -> None:
-        """Record calls and pass them on to ``ops``.
-
-        Args:
-            new: called after a call of a new kind.
-        """
         self._ops, self._new = ops, new
         self.calls: dict[Call, None] = {}
-        self.count = 0
         for name in OPERATORS:
             setattr(self, name, self._noting(name, getattr(ops, name)))
 
@@ -98,7 +77,6 @@ class Recorder:
 
     @property
     def ops(self) -> Ops:
-        """This recorder, typed as ``Ops``."""
         return cast(Ops, self)
 
     def _noting(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +90,6 @@ class Recorder:
             if call not in self.calls:
                 self.calls[call] = None
                 self._new()
-            self.count += 1
             return returned
 
         return noting
@@ -177,39 +154,54 @@ def every_call() -> Iterator[Call]:
         yield from sketch_calls(layout)
 
 
+def _call(operator: str, *rows: int, rest: int = 0, **arguments: Any) -> Call:
+    """A call whose tensors are given as dtypes, or None."""
+    tensors = {n: a for n, a in arguments.items() if a is None or isinstance(a, torch.dtype)}
+    options = ((name, a) for name, a in arguments.items() if name not in tensors)
+    return Call(operator, rows, tuple(tensors.items()), tuple(options), rest)
+
+
 def block_calls(
     layout: BlockLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
 ) -> Iterator[Call]:
-    """The calls of codec ``quantized``."""
-    others = (("dither", None),)
-    return _elementwise("quantize", layout, dtypes, average, divisor, ranks, others)
+    return _elementwise("quantize", layout, dtypes, average, divisor, ranks, dither=None)
 
 
 def matrix_calls(
     layout: MatrixLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
 ) -> Iterator[Call]:
-    """The calls of codec ``matrix``."""
-    return _elementwise("quantize_matrix", layout, dtypes, average, divisor, ranks, ())
+    return _elementwise("quantize_matrix", layout, dtypes, average, divisor, ranks)
+
+
+def _elementwise(operator, layout, dtypes, average, divisor, ranks, **dither) -> Iterator[Call]:
+    gradient, residual = dtypes
+    given = {"grad": gradient, "residual": residual, "message": _I32, **dither}
+    yield _call(operator, ranks, **given, layout=layout, average=average)
+    given = {"message": _I32, "out": gradient}
+    yield _call(f"de{operator}", 1, ranks, **given, layout=layout, divisor=divisor, add=False)
+
+
+def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:
+    """The call that rounds stochastically."""
+    given = {"grad": gradient, "residual": None, "message": _I32, "dither": _I32}
+    return _call("quantize", 2, **given, layout=layout, average=0.0)
 
 
 def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:
-    """The call of a lead, for gradients of this dtype."""
-    tensors = (("decoded", _F32), ("sent", _F32), ("out", dtype), ("weights", _F32))
-    return Call("undo_lag", (), tensors, (), rest)
+    """The call of a lead."""
+    return _call("undo_lag", rest=rest, decoded=_F32, sent=_F32, out=dtype, weights=_F32)
 
 
 def steer_call(segments: int, destinations: int) -> Call:
     """The call that updates thresholds."""
-    floats = ("target", "max_boost", "scale", "state")
-    tensors = (("counts", _I32), *((name, _F32) for name in floats))
-    return Call("steer", (segments, destinations), tensors, ())
+    floats = dict.fromkeys(("target", "max_boost", "scale", "state"), _F32)
+    return _call("steer", segments, destinations, counts=_I32, **floats)
 
 
 def fingerprint_calls(dtype: torch.dtype) -> Iterator[Call]:
     """The calls that notice changed parameters."""
     for changed in (None, torch.bool):
-        tensors = (("x", dtype), ("sums", torch.int64), ("before", torch.int64))
-        yield Call("fingerprint", (), (*tensors, ("changed", changed)), (), 0)
+        yield _call("fingerprint", x=dtype, sums=torch.int64, before=torch.int64, changed=changed)
 
 
 def dense_calls(
@@ -220,70 +212,43 @@ def dense_calls(
     Args:
         stamped: whether messages have stamps.
     """
-    stamp = ("stamp", _I32 if stamped else None)
-    wrong = ("wrong", torch.bool if stamped else None)
-    of_layout = ("layout", layout)
-    tensors = (("x", dtype), ("message", _I32), stamp)
-    yield Call("put_dense", (ranks,), tensors, (of_layout,))
-    tensors = (("message", _I32), ("out", dtype), stamp, wrong)
-    yield Call("sum_dense", (1, ranks), tensors, (of_layout, ("divisor", divisor)))
-    tensors = (("message", _I32), ("out", dtype), wrong)
-    yield Call("get_dense", (ranks,), tensors, (of_layout,))
-
-
-def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:
-    """The call that rounds stochastically."""
-    tensors = (("grad", gradient), ("residual", None), ("message", _I32), ("dither", _I32))
-    return Call("quantize", (2,), tensors, (("layout", layout), ("average", 0.0)))
-
-
-def _elementwise(operator, layout, dtypes, average, divisor, ranks, others) -> Iterator[Call]:
-    gradient, residual = dtypes
-    yield Call(
-        operator,
-        (ranks,),
-        (("grad", gradient), ("residual", residual), ("message", _I32), *others),
-        (("layout", layout), ("average", average)),
-    )
-    yield Call(
-        f"de{operator}",
-        (1, ranks),
-        (("message", _I32), ("out", gradient)),
-        (("layout", layout), ("divisor", divisor), ("add", False)),
-    )
+    flags: dict[str, Any] = {
+        "stamp": _I32 if stamped else None, "wrong": torch.bool if stamped else None
+    }  # fmt: skip
+    of_layout = (("layout", layout),)
+    tensors = (("x", dtype), ("message", _I32), ("stamp", flags["stamp"]))
+    yield Call("put_dense", (ranks,), tensors, of_layout)
+    tensors = (("message", _I32), ("out", dtype), *flags.items())
+    yield Call("sum_dense", (1, ranks), tensors, (*of_layout, ("divisor", divisor)))
+    tensors = (("message", _I32), ("out", dtype), ("wrong", flags["wrong"]))
+    yield Call("get_dense", (ranks,), tensors, of_layout)
 
 
 def encoder_calls(
     layout: SketchLayout, dtypes: Dtypes, divisor: int, ranks: int = 2, capacity: int | None = None
 ) -> Iterator[Call]:
-    """Those of codec ``sketch``.
-
-    Args:
-        capacity: groups that a rank may keep; default: the keys, divided among all.
-    """
+    """Those of codec ``sketch``. A rank may keep ``capacity`` groups; default: the keys, divided
+    among all."""
     gradient, residual = dtypes
-    W, symbol = ranks, layout.symbol
-    capacity = layout.keys // W if capacity is None else capacity
+    capacity = layout.keys // ranks if capacity is None else capacity
+    options = {"layout": layout, "levels": layout.symbol.levels(ranks), "capacity": capacity}
+    written = {"index": _I32, "cells": _I32, "counts": _I32}
     for support in (None, _I32):
-        tensors = (
-            ("grad", gradient), ("residual", residual), ("threshold", _F32), ("step", _F32),
-            ("seed", _I32), ("index", _I32), ("cells", _I32), ("counts", _I32),
-            ("support", support),
+        yield _call(
+            "encode", ranks, grad=gradient, residual=residual, threshold=_F32, step=_F32,
+            seed=_I32, **written, support=support, **options,
         )  # fmt: skip
-        options = (("layout", layout), ("levels", symbol.levels(W)), ("capacity", capacity))
-        yield Call("encode", (W,), tensors, options)
-    tensors = (("x", residual or _F32), ("threshold", _F32), ("bitmap", _I32), ("counts", _I32))
-    yield Call("select", (1,), tensors, (("layout", layout), ("capacity", capacity)))
-    tensors = (
-        ("index", _I32), ("cells", _I32), ("step", _F32), ("seed", _I32),
-        ("out", gradient), ("residual", residual), ("stats", _I32),
+    yield _call(
+        "select", 1, x=residual or _F32, threshold=_F32, bitmap=_I32, counts=_I32,
+        layout=layout, capacity=capacity,
     )  # fmt: skip
-    yield Call("decode", (W,), tensors, (("layout", layout), ("divisor", divisor)))
+    yield _call(
+        "decode", ranks, index=_I32, cells=_I32, step=_F32, seed=_I32, out=gradient,
+        residual=residual, stats=_I32, layout=layout, divisor=divisor,
+    )  # fmt: skip
 
 
 def sketch_calls(layout: SketchLayout) -> Iterator[Call]:
     """The calls of :class:`tagc.CountSketch`."""
-    options = (("layout", layout),)
-    tensors = (("symbols", _I32), ("index", _I32), ("seed", _I32), ("cells", _I32))
-    yield Call("insert", (), tensors, options)
-    yield Call("peel", (), (("cells", _I32), ("index", _I32), ("seed", _I32)), options)
+    yield _call("insert", symbols=_I32, index=_I32, seed=_I32, cells=_I32, layout=layout)
+    yield _call("peel", cells=_I32, index=_I32, seed=_I32, layout=layout)

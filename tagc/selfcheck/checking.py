@@ -33,13 +33,8 @@ class KernelError(RuntimeError):
 
 @dataclass
 class Checked:
-    """The results of a check on a device.
-
-    Attributes:
-        platform: the device, and versions.
-        calls: the calls that passed, in this check or an earlier one of this process.
-        failures: what went wrong, by call.
-    """
+    """The results of a check on a device: the calls that passed, in this check or an earlier one of
+    this process, and what went wrong with others."""
 
     platform: dict[str, str]
     calls: list[Call] = field(default_factory=list)
@@ -47,7 +42,6 @@ class Checked:
 
     @property
     def where(self) -> str:
-        """The platform as text."""
         return ", ".join(f"{name} {value}" for name, value in self.platform.items())
 
     def __str__(self) -> str:
@@ -65,14 +59,10 @@ def check(
     progress: Callable[[str], None] = lambda text: None,
     go_on: bool = False,
 ) -> Checked:
-    """Compare an implementation with the reference, on small inputs for every call.
-
-    A call that passed once is not run again in this process.
+    """Compare an implementation on a device with the reference on the CPU, on small inputs for
+    every call. A call that passed once is not run again in this process.
 
     Args:
-        ops: the implementation.
-        device: where it runs; the reference runs on the CPU.
-        calls: the operators, dtypes and layouts to check.
         progress: called with a line of text before each call that is run.
         go_on: whether to report a failure and continue.
 
@@ -138,17 +128,8 @@ def _message(name: str, complaint: str, case: Case, where: str) -> str:
 
 
 def examine(device: torch.device, ops: str | None = None, *, every: bool = False) -> Checked:
-    """Print the device and its software, and check the operators.
-
-    Args:
-        device: the device to run on.
-        ops: implementation, see :func:`tagc.ops.get_ops`.
-        every: check all kinds of calls on a CPU too, where compiling them takes minutes. If false,
-            a CPU checks one call of every operator.
-
-    Returns:
-        The calls that passed and failed.
-    """
+    """Print the device and its software, and check the operators: on a CPU, where compiling takes
+    minutes, one call of each unless ``every`` is true."""
     for name, value in about(device, driver=True).items():
         print(f"{name:12}{value}")
     implementation = get_ops(device, ops)
@@ -170,12 +151,9 @@ def examine(device: torch.device, ops: str | None = None, *, every: bool = False
 
 @cache
 def about(device: torch.device | str, *, driver: bool = False) -> dict[str, str]:
-    """The device and the versions of its software, by name.
-
-    Args:
-        driver: if the kernel does not state the driver's version, ask nvidia-smi, which takes a
-            moment; also name Python and the system.
-    """
+    """The device and the versions of its software, by name. ``driver``: if the kernel does not
+    state the driver's version, ask nvidia-smi, which takes a moment; also name Python and the
+    system."""
     found = {"tagc": __version__, "torch": torch.__version__, "triton": _version("triton")}
     device = torch.device(device)
     if device.type == "cuda":

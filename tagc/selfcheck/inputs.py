@@ -45,25 +45,15 @@ _PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a case.
-
-    Attributes:
-        kind: ``usual``; ``rough``, with magnitudes of all sizes and non-finite values; or ``ties``,
-            with few different numbers, all finite.
-        above: share of a row's groups that reach the threshold; default: a fifth more than fit.
-        destinations: rows of an encoding. Except for matrices, they change only a row's stride.
-        elements: elements of a row, if no layout gives them; default: enough for a few programs.
-        small: whether layouts are made small.
-        share: share of the gradient that a message carries, for the operator that undoes the lag.
-        seed: changes the random numbers.
-    """
+    """The inputs of a case. They are ``usual``; ``rough``, with magnitudes of all sizes and
+    non-finite values; or ``ties``, with few different numbers, all finite."""
 
     kind: str = "usual"
-    above: float | None = None
-    destinations: int = 2
-    elements: int | None = None
-    small: bool = True
-    share: float = 0.35
+    above: float | None = None  # share of a row's groups that reach the threshold
+    destinations: int = 2  # rows of an encoding; except for matrices, only a row's stride
+    elements: int | None = None  # of a row, if no layout gives them
+    small: bool = True  # whether layouts are made small
+    share: float = 0.35  # of the gradient in a message, for the operator that undoes the lag
     seed: int = 0
 
 
@@ -72,14 +62,8 @@ USUAL = Inputs()
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call.
-
-    Attributes:
-        call: the call, with small layouts.
-        tensors: its tensors by argument, on the CPU; outputs hold garbage, or values to update.
-        written: names of the outputs.
-        scratch: names of the tensors that may hold anything after the call.
-    """
+    """Arguments of one call, with small layouts. Outputs hold garbage, or values to update;
+    ``scratch`` tensors may hold anything after the call."""
 
     call: Call
     tensors: dict[str, Tensor | None]
@@ -87,15 +71,8 @@ class Case:
     scratch: tuple[str, ...] = ()
 
     def run(self, ops: Ops, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Run the operator of ``ops``. Returns its results and its arguments after the call, on the
-        CPU.
-
-        Args:
-            place: copies a tensor to its device and placement.
-
-        Raises:
-            RuntimeError: if the operator wrote beside a tensor.
-        """
+        """Run the operator of ``ops`` on tensors that ``place`` copies. Returns its results and its
+        arguments after the call, on the CPU. Raises RuntimeError if it wrote beside a tensor."""
         placed = {name: None if x is None else place(x) for name, x in self.tensors.items()}
         returned = getattr(ops, self.call.operator)(**placed, **dict(self.call.options))
         results = {name: x for name, x in placed.items() if x is not None}
@@ -107,8 +84,6 @@ class Case:
 
 
 class Maker:
-    """Makes the tensors of one call."""
-
     def __init__(self, call: Call, inputs: Inputs, generator: torch.Generator) -> None:
         self.call, self.inputs, self._generator = call, inputs, generator
         self.reference = get_ops("cpu", "reference")
@@ -168,7 +143,6 @@ class Maker:
         return torch.rand(*shape, dtype=torch.float32, generator=self._generator, device="cpu")
 
     def optional(self, *shape: int, dtype: torch.dtype | None) -> Tensor | None:
-        """:meth:`values`, or None without a dtype."""
         return None if dtype is None else self.values(*shape, dtype=dtype)
 
     def spoilt(self, x: Tensor) -> Tensor:
@@ -297,7 +271,6 @@ def _share(part: int, whole: int, of: int) -> int:
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy."""
     return x.to(device, copy=True).contiguous()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tagc.collect import UnitReducer
 from tagc.ops.fingerprint import fingerprint
-from tagc.policy.sites import OuterConfig, SitesConfig
+from tagc.policy.rules import OuterConfig, SitesConfig
 from tagc.site.units import SiteUnit
 
 _MEAN = OuterConfig(rate=1, momentum=0)

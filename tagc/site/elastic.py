@@ -28,7 +28,7 @@ from tagc.attach.torchft import TorchftSites
 from tagc.basics.warn import warn
 from tagc.collect import BareTransport, DesyncError, gather_by_rank, in_turns
 from tagc.collect.transport import failing_in
-from tagc.policy.sites import SitesConfig
+from tagc.policy.rules import SitesConfig
 from tagc.site.anchor import Anchor
 from tagc.site.exchange import Flight, SiteExchange, SitesDifferError, raise_refusal
 from tagc.site.reducers import Owed, SiteReducers

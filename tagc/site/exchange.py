@@ -15,7 +15,7 @@ from tagc.codecs.state import MAX_COUNT
 from tagc.collect import Transport, in_turns
 from tagc.collect.transport import failing_in
 from tagc.plan import fragments_of
-from tagc.policy.sites import SitesConfig
+from tagc.policy.rules import SitesConfig
 from tagc.site.anchor import Anchor
 
 # Why sites compare anchors: before the first step, for an exchange that is due, or for one that the

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tagc.basics.tracing import untraced
 from tagc.basics.warn import warn
 from tagc.checkpoint import Source, State, UnitState
-from tagc.handle.handle import Handle
+from tagc.handle.compressor import Handle
 from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, format_bytes
 from tagc.site.exchange import SiteExchange

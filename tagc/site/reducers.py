@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tagc.attach import Levels
 from tagc.collect import BareTransport, SilentGroup, Transport, UnitReducer
-from tagc.handle.collectives import Collectives, make_collectives, on_gloo
-from tagc.handle.readiness import with_kernels
+from tagc.handle.collectives import Collectives, make_collectives, on_gloo, with_kernels
 from tagc.plan import Plan, UnitPlan, between_sites, build_plan
 from tagc.plan.two_shots import slicing_of
 from tagc.policy import Policy

@@ -23,7 +23,7 @@ from tagc.handle.compressor import attached
 from tagc.plan import as_list
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.sites import SitesConfig
+from tagc.policy.rules import SitesConfig
 from tagc.site.anchor import Anchor
 from tagc.site.elastic import ElasticExchange
 from tagc.site.exchange import SiteExchange

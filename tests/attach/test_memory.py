@@ -24,7 +24,7 @@ from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import CopyGatherer, UnitReducer
 from tagc.plan import Direction, UnitPlan, buffers_of
-from tagc.plan.memory import memory_of
+from tagc.plan.programs import memory_of
 
 EVERY = tuple(POLICIES)
 FEW = (

@@ -12,10 +12,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tagc.checkpoint import State, digest
+from tagc.checkpoint import State
+from tagc.checkpoint import format as state_format
 from tagc.checkpoint.by_parameter import ParamLocation, Part
-from tagc.checkpoint.digest import WIDTH, matches_digest, sums_of, with_digest
-from tagc.checkpoint.format import StateHeader, metadata_from_tensor, metadata_to_tensor
+from tagc.checkpoint.format import (
+    WIDTH,
+    StateHeader,
+    matches_digest,
+    metadata_from_tensor,
+    metadata_to_tensor,
+    sums_of,
+    with_digest,
+)
 from tagc.plan import UnitParam
 
 HEADER = StateHeader(
@@ -80,7 +88,7 @@ def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randint(256, (2 * ROW + 7,), dtype=torch.uint8, generator=generator)
     before = sums_of(values)
     assert before.shape == (3, 2)
-    monkeypatch.setattr(digest, "_ROWS_ON_CPU", 1)
+    monkeypatch.setattr(state_format, "_ROWS_ON_CPU", 1)
     assert torch.equal(sums_of(values), before)
 
     def check(damaged: Tensor, rows: list[bool]) -> None:
@@ -100,7 +108,7 @@ def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_are_as_described() -> None:
     values = torch.arange(ROW + 6).to(torch.uint8)
-    weights = digest._weights(values.device).tolist()
+    weights = state_format._weights(values.device).tolist()
     # SplitMix64's first outputs from seed 0, as other implementations list them.
     first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [w % 2**64 for w in weights[0][:3]] == first
@@ -185,7 +193,7 @@ def state_on(device: str, dim: int) -> State:
 
 
 def test_a_device_holds_one_more_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_ROWS", 1)
+    monkeypatch.setattr(state_format, "_ROWS", 1)
     sums_of(torch.zeros(1, device="meta"))  # makes the weights
     for dim in range(2):
         state = state_on("meta", dim)

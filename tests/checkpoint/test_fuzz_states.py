@@ -34,8 +34,7 @@ from tagc.checkpoint import (
     save_folder,
     to_state_dict,
 )
-from tagc.checkpoint.dcp import open_checkpoint
-from tagc.checkpoint.files import open_files, write_rank
+from tagc.checkpoint.files import open_checkpoint, open_files, write_rank
 from tagc.codecs.workspace import Workspace
 from tagc.collect import SilentGroup, UnitReducer
 from tagc.ops import get_ops

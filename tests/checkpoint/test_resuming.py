@@ -27,7 +27,7 @@ from support.distributed import on_ranks
 from support.small_net import local
 from support.states import shared_folder
 from tagc.costs import Link, Speed, auto, speed_key
-from tagc.handle.handle import Handle
+from tagc.handle.compressor import Handle
 
 # All that the shipped policies for sites leave out. The third exchange of the first fragment begins
 # after the last step before the checkpoint, and so is in flight in it.

@@ -35,7 +35,6 @@ from tagc.plan import (
     build_plan,
     bytes_in_step,
     bytes_inside,
-    native_units,
 )
 from tagc.policy import Policy
 
@@ -262,12 +261,12 @@ def test_the_step(overlap: float, compute: float, expected: float) -> None:
 
 
 def test_each_direction_has_a_link() -> None:
-    built = build_plan([info()], Policy.load("dense"), replicas=[info(2)])
+    built = build_plan([info()], Policy.load("dense"), gathers=[info()], replicas=[info(2)])
     slow, fast = Link(bandwidth=1e3), Link(bandwidth=1e15)
-    work = Workload.of(built, no_time, gathers=[info()])
+    work = Workload.of(built, no_time)
     cost = work.cost({"gradients": fast, "parameters": fast, "replicas": slow})
     assert cost.link == pytest.approx(DENSE_BYTES / 1e3, rel=1e-6)
-    (native,) = native_units([info(per_step=2)], "parameters")
+    (native,) = build_plan([info()], Policy.load("dense"), gathers=[info(per_step=2)]).native
     assert traffic(native) == Traffic(collectives=2, gathered=2 * 3 * DENSE_BYTES)
 
 

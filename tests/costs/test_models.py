@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tagc.costs import models
-from tagc.costs.models import load_model
-from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs import shapes as shapes_of_models
+from tagc.costs.shapes import ModelError, ModelShapes, load_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,7 +57,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         return nn.ModuleList(nn.Linear(3, 4, device="meta") for _ in range(2))
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(models, "_by_transformers", make)
+    monkeypatch.setattr(shapes_of_models, "_by_transformers", make)
     return asked
 
 

@@ -9,10 +9,10 @@ import pytest
 
 import tagc
 from tagc.commands.cli import main
+from tagc.costs.advise import site_costs
 from tagc.costs.candidates import Question
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelShapes
-from tagc.costs.site_advice import site_costs
 from tagc.policy import Policy
 
 # One unit, of a matrix of 2**20 elements. A message has less than 0.1% of padding.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tagc
-from tagc.handle.readiness import make_ready
+from tagc.handle.collectives import make_ready
 from tagc.ops import get_ops
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.selfcheck import KernelError

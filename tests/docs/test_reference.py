@@ -12,12 +12,13 @@ from tagc.policy.rules import (
     GRADIENT_CONFIGS,
     PARAMETER_CONFIGS,
     DimensionRule,
+    OuterConfig,
     ParameterRule,
     QuantizedActivationsConfig,
     Rule,
+    SitesConfig,
     When,
 )
-from tagc.policy.sites import OuterConfig, SitesConfig
 
 PARTS = {
     *(Extension, Rule, ParameterRule, Tuning, When, FeedbackConfig),

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import tagc
-from tagc.plan.alike import merged
-from tagc.plan.table import Row
+from tagc.plan.table import Row, merged
 
 
 def row(param: str, unit: str = "(root)", **changes: Any) -> Row:

@@ -95,19 +95,6 @@ INVALID = [
     ("residual", "residual, beta: 0.5", f"9:5: {AT}feedback: ", "only for the kind 'average'"),
     (DENSE, "{kind: quantized}\n    feedback: {beta: 1.0}", "12:16: ", "less than 1"),
     (DENSE, "{kind: dense}\n    feedback: {kind: residual}", "12:5: ", "has no effect"),
-    # What was removed.
-    (
-        "bfloat16",
-        "int8",
-        f"9:32: {AT}feedback.dtype: 'int8' was removed: write dtype: bfloat16",
-        "",
-    ),
-    (
-        DENSE,
-        "{kind: packed}",
-        "11:13: gradients[1].codec.kind: 'packed' was removed: write kind: matrix with bits: 1",
-        "FSDP1",
-    ),
     *(
         ("role: attention", f"layers: {layers}", f"4:12: {AT}when.layers: must be a range", "")
         for layers in ("3-1", "1 2-30", "[1]", "[0, true]", "-1", "1.5", "[0, 10000000000]")
@@ -172,8 +159,6 @@ def test_all_errors_are_listed_by_line(tmp_path):
         ("missing/p", "missing/p: cannot be read: No such file"),
         (Path("missing"), "missing: cannot be read: No such file"),
         (5, "not int"),
-        ("packed-20", "the built-in policy 'packed-20' was removed: take 'one-bit', which"),
-        ({"schema": 1, "extends": "packed-20"}, "extends: the built-in policy 'packed-20' was rem"),
         (
             {"schema": 1, "gradients": [OWNED | {"feedback": {"kind": "none"}}]},
             "<dict>: gradients[0].feedback: support 'shared' is chosen from residuals",

@@ -3,7 +3,7 @@
 import pytest
 
 from support.policy_files import BASE, BIG, NO_DENSE, load_text, one_rule
-from tagc.policy import SMALL, ParamInfo, Policy, nearest_miss
+from tagc.policy import SMALL, ParamInfo, Policy, first_match, nearest_miss
 
 DENSE = {"kind": "dense"}
 
@@ -30,7 +30,7 @@ DENSE = {"kind": "dense"}
     ],
 )
 def test_conditions(when: dict, name: str, expected: bool):
-    index = one_rule(when).match(ParamInfo.of(name, BIG))
+    index = first_match(one_rule(when).gradients, ParamInfo.of(name, BIG))
     assert index == (0 if expected else None)
 
 
@@ -47,29 +47,29 @@ def test_conditions(when: dict, name: str, expected: bool):
     ],
 )
 def test_small_and_flat_parameters_are_dense_unless_named(when, shape, expected):
-    index = one_rule(when).match(ParamInfo.of("layers.0.mlp.w1.weight", shape))
+    index = first_match(one_rule(when).gradients, ParamInfo.of("layers.0.mlp.w1.weight", shape))
     assert index == (0 if expected else None)
 
 
 @pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj_bias", "mlp.w1.bias", "bias"])
 def test_a_bias_is_no_matrix_even_if_experts_are_stacked(name: str):
     info = ParamInfo.of(f"layers.0.{name}", BIG)
-    assert one_rule({}).match(info) is None
-    assert one_rule({"role": ["mlp", "other"], "min_numel": 1}).match(info) is None
-    assert one_rule({"name": "*bias"}).match(info) == 0
+    assert first_match(one_rule({}).gradients, info) is None
+    assert first_match(one_rule({"role": ["mlp", "other"], "min_numel": 1}).gradients, info) is None
+    assert first_match(one_rule({"name": "*bias"}).gradients, info) == 0
     for other in ("mlp.w1.weight", "relative_attention_bias.weight", "mlp.unbias"):
-        assert one_rule({}).match(ParamInfo.of(other, BIG)) == 0
+        assert first_match(one_rule({}).gradients, ParamInfo.of(other, BIG)) == 0
 
 
 def test_state_space_parameters_are_compressed_only_where_named():
     info = ParamInfo.of("layers.0.mixer.A_log", BIG)
     assert info.role == "ssm"
-    assert one_rule({}).match(info) is None
-    assert one_rule({"min_numel": 1}).match(info) is None
-    assert one_rule({"role": "ssm"}).match(info) == 0
-    assert one_rule({"name": "*.A_log"}).match(info) == 0
+    assert first_match(one_rule({}).gradients, info) is None
+    assert first_match(one_rule({"min_numel": 1}).gradients, info) is None
+    assert first_match(one_rule({"role": "ssm"}).gradients, info) == 0
+    assert first_match(one_rule({"name": "*.A_log"}).gradients, info) == 0
     vector = ParamInfo.of("layers.0.mixer.D", (SMALL,))
-    assert one_rule({"role": "ssm"}).match(vector) is None
+    assert first_match(one_rule({"role": "ssm"}).gradients, vector) is None
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,6 @@ def test_the_nearest_rule_says_why():
 
 def test_the_first_matching_rule_wins(tmp_path):
     policy = load_text(BASE, tmp_path)
-    assert policy.match(ParamInfo.of("layers.0.attention.wq.weight", BIG)) == 0
-    assert policy.match(ParamInfo.of("layers.0.attention.wq.bias", (512,))) == 1
-    assert policy.match(ParamInfo.of("layers.0.mlp.w1.weight", BIG)) == 1
+    assert first_match(policy.gradients, ParamInfo.of("layers.0.attention.wq.weight", BIG)) == 0
+    assert first_match(policy.gradients, ParamInfo.of("layers.0.attention.wq.bias", (512,))) == 1
+    assert first_match(policy.gradients, ParamInfo.of("layers.0.mlp.w1.weight", BIG)) == 1

@@ -14,7 +14,7 @@ from support.policy_files import BASE, BIG, load_text, one_rule
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackConfig
 from tagc.plan import UnitInfo, UnitParam, build_plan
-from tagc.policy import ROLES, ParamInfo, Policy, PolicyError, Tuning, policies, show
+from tagc.policy import ROLES, ParamInfo, Policy, PolicyError, Tuning, first_match, policies, show
 
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 
@@ -35,7 +35,7 @@ def test_shipped_policies(name: str, tmp_path: Path) -> None:
     compressed, gathered = set(), set()
     for role in ROLES:
         info = ParamInfo(name="w", shape=BIG, role=role, layer=0)
-        index = policy.match(info)
+        index = first_match(policy.gradients, info)
         if index is not None:
             codec = policy.gradients[index].codec
             if codec.kind != "dense":
@@ -217,8 +217,8 @@ def test_own_rules_come_first(tmp_path: Path) -> None:
     assert policy.gradients[1:] == base.gradients
     assert policy.parameters == base.parameters
     assert policy.about == base.about
-    assert policy.match(ParamInfo.of("embed_tokens.weight", BIG)) == 0
-    assert policy.match(ParamInfo.of("lm_head.weight", BIG)) == 1
+    assert first_match(policy.gradients, ParamInfo.of("embed_tokens.weight", BIG)) == 0
+    assert first_match(policy.gradients, ParamInfo.of("lm_head.weight", BIG)) == 1
     assert [policy.inherits("gradients", i) for i in range(2)] == [False, True]
     assert policy.origins("gradients") == (str(tmp_path / "mine.yaml"), "tagc/policies/hybrid.yaml")
     # It is the same policy as one with all rules.

@@ -21,8 +21,7 @@ import tagc
 from support.exact import equal
 from support.small_net import local, local_weights, loss_of, sharded
 from tagc.checkpoint.by_parameter import split_part
-from tagc.checkpoint.digest import with_digest
-from tagc.checkpoint.format import RankState, Source, StateHeader
+from tagc.checkpoint.format import RankState, Source, StateHeader, with_digest
 from tagc.plan import Box
 
 
