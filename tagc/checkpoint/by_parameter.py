@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
-from tagc.collect import UnitReducer
+from tagc.collect.reducer_state import ReducerState
 from tagc.plan import Box, Segment, UnitParam, slices_of, span_of
 from tagc.plan.param_slices import ParamSlice, param_slices
 
@@ -186,7 +186,7 @@ class UnitState:
     """
 
     direction: str
-    reducer: UnitReducer
+    reducer: ReducerState
     shard: int
     shards: int
     replica: int = 0
