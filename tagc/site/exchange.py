@@ -66,7 +66,7 @@ class ExchangeCounts:
 
     exchanges: int = 0
     waited: int = 0
-    seconds: float = 0.0
+    wait_seconds: float = 0.0
     failed: int = 0
     healed: int = 0
 
@@ -78,8 +78,8 @@ class Flight:
     Attributes:
         landing: the optimizer step after which the averages of ``fragments`` are applied.
         loaded: whether the averages come from a checkpoint.
-        refused: why this site must not exchange: 0 for each unit, the number of a parameter that is
-            not finite, or ``_REFUSED``, int64; and this rank's own error.
+        refused: why this site must not exchange: 0 for each anchor, the number of a parameter that
+            is not finite, or ``_REFUSED``, int64; and this rank's own error.
         check: raises if sites differ.
         name, trained: what sites agreed to call the exchange, not 0, and how many have trained for
             it.
@@ -163,9 +163,9 @@ class SiteExchange:
         # Less delay than the steps between two exchanges: there is one in flight at most.
         self._flight: Flight | None = None
         # The exchange in progress: its fragments, why, after which step, whether this site has
-        # trained for it, and whether it is between two steps.
+        # trained for it, and whether a unit takes and applies its change in its turn.
         self._now: Sequence[int] = ()
-        self._why, self._after, self._active, self._pauses = _FIRST, 0, True, True
+        self._why, self._after, self._active, self._in_turn = _FIRST, 0, True, True
         self._members = sites if isinstance(sites, TorchftSites) else None
         self.elastic = self._members is not None
         # If sites come and go: the names of the exchanges that this site counts, the latest at the
@@ -312,7 +312,8 @@ class SiteExchange:
         """Exchange these fragments; with a delay, only begin to."""
         began = time.perf_counter()
         self._now, self._why, self._after, self._active = due, why, self.steps, active
-        self._pauses = not delay
+        # Changes of all units need much memory: for a delay, or as others may not get the averages.
+        self._in_turn = not (delay or self.elastic)
         if self.elastic:
             self._owed = [anchor.owed() for anchor in self.anchors]
         flight = self._begin(delay)
@@ -334,15 +335,18 @@ class SiteExchange:
             flies = flies and self._active and self._stream is None
             if self._inside:  # no rank trains on while another one waits for its vote
                 flies = all(gather_by_rank(self._inside, {dist.get_rank(): flies}).values())
-        if not flies and met:
+        if not met:
+            return flight
+        if not flies:
             self._fly(flight)
-        elif flies and self._stream is None:
+        elif self._stream is None:
             # Not a daemon: Python would end it inside gloo at exit, and the process with it
             # (SIGABRT). So a script that ends, or raises, waits for the group's timeout at most.
-            work = lambda: self._fly(flight)  # noqa: E731
-            flight.thread = threading.Thread(target=work, name="tagc-sites", daemon=False)
+            flight.thread = threading.Thread(
+                target=self._fly, args=[flight], name="tagc-sites", daemon=False
+            )
             flight.thread.start()
-        elif self._stream is not None and flies:
+        else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 self._fly(flight, checks=False)
@@ -366,7 +370,7 @@ class SiteExchange:
         else:
             if flight.refused is not None:  # others go on without a site that refuses
                 why, error = flight.refused
-                self._raise_refusal(self._units(), why[None].cpu(), error)
+                self._raise_refusal(why[None].cpu(), error)
             group = members.meet()
             flight.fragments = self._now
         try:
@@ -377,9 +381,8 @@ class SiteExchange:
                 # A single site sends nothing, and keeps what it owes as between two.
                 self.plan = self._planned(max(2, group.size()))
                 self._start_over()
-            if self.elastic or not self._pauses:
-                for i in self._units():
-                    self.anchors[i].take_change(none=not self._active)
+            for i in () if self._in_turn else self._units():
+                self.anchors[i].take_change(none=not self._active)
         except Exception as error:
             flight.error = error
         return flight.error is None
@@ -418,14 +421,13 @@ class SiteExchange:
         for place, number in zip(mine[0], header, strict=False):
             place.fill_(number)
         marks = mine[0, len(header) :].view(-1, 4)
-        checked = self._checked()
-        for i in range(len(self.anchors)) if self.elastic else checked:
+        for i in range(len(self.anchors)) if self.elastic else self._checked():
             anchor = self.anchors[i]
             marks[i, 0].fill_(anchor.exchanges)
             marks[i, 1:3].copy_(fingerprint(anchor.values))
-        refused, error = flight.refused or ((), None)
-        for i, number in zip(checked, refused, strict=False):
-            marks[i, 3].copy_(number)
+        refused, error = flight.refused or (None, None)
+        if refused is not None:
+            marks[:, 3].copy_(refused)
         transport = self._transport
         everyones = mine.new_empty(transport.size, size)
         with failing_in("comparing the anchors of sites", transport.group):
@@ -445,7 +447,7 @@ class SiteExchange:
                 flight.name, flight.trained = at[:, :2].sum(0).tolist()
             else:
                 theirs = theirs.unflatten(1, (-1, 4))
-                self._raise_refusal(range(len(self.anchors)), theirs[:, :, -1], error)
+                self._raise_refusal(theirs[:, :, -1], error)
                 self._check_equal(at, theirs)
 
         return check
@@ -486,13 +488,10 @@ class SiteExchange:
             in_turns((a.values.numel(), self._averaging(a, flight.trained)) for a in anchors)
 
     def _averaging(self, anchor: Anchor, trained: int) -> Iterator[None]:
-        # Changes of all units would need much memory, so sites that stay take and apply each one in
-        # its turn.
-        in_turn = self._pauses and not self.elastic
-        if in_turn:
+        if self._in_turn:
             anchor.take_change()
         yield from anchor.averaging(self._transport.size, trained)
-        if in_turn:
+        if self._in_turn:
             anchor.apply(mean=self._together)
         if self.elastic:
             anchor.reducer.fold(self._transport.rank, self._transport.size)  # an owner may die
@@ -510,7 +509,7 @@ class SiteExchange:
             self.counts.failed += 1
             warn(f"tagc.sites: an exchange did not count and is tried again: {error}")
             flight = self._begin()
-        if self.elastic or not self._pauses:
+        if not self._in_turn:
             self._apply()
 
     def _commit(self, flight: Flight) -> Exception | None:
@@ -589,7 +588,7 @@ class SiteExchange:
         self.counts.exchanges += exchanges
         if seconds is not None:
             self.counts.waited += exchanges
-            self.counts.seconds += seconds
+            self.counts.wait_seconds += seconds
 
     def _checked(self) -> Sequence[int]:
         """The indexes of the units that sites compare, and that must be finite."""
@@ -597,9 +596,10 @@ class SiteExchange:
 
     def _refusals(self) -> tuple[Tensor, ValueError | None]:
         """See :attr:`Flight.refused`; the same on all ranks of this site, but for the error."""
-        error = None
-        whys = [self.anchors[i].unit.not_finite() for i in self._checked()]
-        why = torch.stack(whys)
+        values, error = self.anchors[0].values, None
+        why = values.new_zeros(len(self.anchors), dtype=torch.int64)
+        for i in self._checked():
+            why[i].copy_(self.anchors[i].unit.not_finite())
         try:
             self._check()
         except ValueError as found:
@@ -610,17 +610,18 @@ class SiteExchange:
                 Transport(group).all_reduce(why, dist.ReduceOp.MAX).wait()
         return why, error
 
-    def _raise_refusal(self, units: Sequence[int], why: Tensor, error: ValueError | None) -> None:
+    def _raise_refusal(self, why: Tensor, error: ValueError | None) -> None:
         """Raise if any site must not exchange, on all ranks of all sites. ``why`` is on the host,
-        ``[sites, units]``; ``error`` is this rank's own."""
+        ``[sites, anchors]``; ``error`` is this rank's own."""
         if error is not None:
             raise error
         for site, i in why.nonzero().tolist()[:1]:
             number, where = int(why[site, i]), "this site" if len(why) == 1 else f"site {site}"
             if number == _REFUSED:
-                refusal = f"tagc: a rank of {where} refuses to exchange: look for its error"
-                raise RuntimeError(refusal)
-            name = self.anchors[units[i]].unit.info.params[number - 1].name
+                raise RuntimeError(
+                    f"tagc: a rank of {where} refuses to exchange: look for its error"
+                )
+            name = self.anchors[i].unit.info.params[number - 1].name
             raise FloatingPointError(
                 f"tagc: parameter {name!r} in {where} has a NaN or an infinity. Nothing was "
                 "exchanged, and all anchors are as they were. Load a checkpoint on all sites, with "

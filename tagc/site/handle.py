@@ -146,7 +146,7 @@ class Sites(Handle):
         """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
         flight; no collective."""
         self._exchange.settle()
-        counts, reducers = self._exchange.counts, [a.reducer for a in self._exchange.anchors]
+        reducers = [anchor.reducer for anchor in self._exchange.anchors]
         dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
         norms = [
             torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
@@ -155,14 +155,10 @@ class Sites(Handle):
         ]
         return SiteMetrics(
             steps=self._exchange.steps,
-            exchanges=counts.exchanges,
             wire_bytes=sum(r.wire_bytes for r in reducers),
             dense_bytes=int(dense * self._exchange.steps),
-            waited=counts.waited,
-            wait_seconds=counts.seconds,
-            failed=counts.failed,
-            healed=counts.healed,
             residual_norm=math.hypot(*norms),
+            **vars(self._exchange.counts),
         )
 
     def exchange(self) -> None:

@@ -273,7 +273,14 @@ def site_units(
         inner = FSDP2.find_units(model) if wrapped is None else wrapped
         units = [_of_shards(unit, group) for unit in inner if unit.info.params]
     elif integration is None:
-        units = _of_whole(_plain_params(model), None, group, fragments)
+        named = [(clean_name(name), param) for name, param in model.named_parameters()]
+        for name, param in named:
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor of a model that is not sharded by "
+                    "fully_shard; apply fully_shard inside a site"
+                )
+        units = _of_whole(named, None, group, fragments)
     elif integration is DDP:
         units = _of_whole(*ddp.whole_params(model), group, fragments)
     else:
@@ -284,9 +291,14 @@ def site_units(
     if not units:
         raise ValueError("the model has no trainable parameters")
     check_trainable(model, units)
-    if counterparts is not None:
-        for unit in units:
-            _check_apart(unit)
+    for unit in units if counterparts is not None else ():
+        # Otherwise their parameters would be mixed up.
+        ranks = () if unit.inner is None else dist.get_process_group_ranks(unit.inner)
+        if len({*ranks} & {*dist.get_process_group_ranks(group)}) > 1:
+            raise ValueError(
+                f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... "
+                "says are in different sites: use the dimension of the mesh inside a site only"
+            )
     return units, _description(units, "one device" if integration is None else integration.name)
 
 
@@ -321,38 +333,13 @@ def _of_whole(
         info = info_of_set(of_unit, group.size())
         pairs = zip(info.params, params, strict=True)
         cut = [replace(one, columns=columns_in_rows(param.shape, rows)) for one, param in pairs]
-        units.append(
-            SiteUnit(
-                info=between_sites(replace(info, params=tuple(cut)), group.size()),
-                group=group,
-                device=params[0].device,
-                inner=inner,
-                whole=True,
-                _params=params,
-            )
+        info = between_sites(replace(info, params=tuple(cut)), group.size())
+        device = params[0].device
+        unit = SiteUnit(
+            info=info, group=group, device=device, inner=inner, whole=True, _params=params
         )
+        units.append(unit)
     return units
-
-
-def _plain_params(model: nn.Module) -> list[Named]:
-    named = [(clean_name(name), param) for name, param in model.named_parameters()]
-    for name, param in named:
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor of a model that is not sharded by fully_shard; "
-                "apply fully_shard inside a site"
-            )
-    return named
-
-
-def _check_apart(unit: SiteUnit) -> None:
-    """Refuse sites that share a model inside: their parameters would be mixed up."""
-    inside = () if unit.inner is None else dist.get_process_group_ranks(unit.inner)
-    if len({*inside} & {*dist.get_process_group_ranks(unit.group)}) > 1:
-        raise ValueError(
-            f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... says "
-            "are in different sites: use the dimension of the mesh inside a site only"
-        )
 
 
 def _description(units: Sequence[SiteUnit], integration: str) -> str:

@@ -397,3 +397,18 @@ def test_the_last_exchange_is_one(rank: int, world_size: int) -> None:
     site.handle.exchange()
     assert site.manager.now == len(script)
     check_accounts(site)
+
+
+@on_ranks(2)
+def test_sites_draw_different_dithers(rank: int, world_size: int) -> None:
+    """Every site counts its ranks from 0."""
+    codec = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
+    with patch.object(dist, "get_rank", return_value=0):
+        site = joined(
+            rank, world_size, policy({"when": FOUR_BITS["when"], "codec": codec}, every=2)
+        )
+    for anchor in site.exchange.anchors:
+        programs = anchor.reducer.programs
+        for encoding in programs.encodings.values():
+            mine, other = gathered(anchor.reducer.store[encoding.seeds])
+            assert (mine != other).all()
