@@ -220,15 +220,17 @@ class ChangeReducer(ReducerState):
     def averaging(self, change: Tensor) -> Iterator[None]:
         """Replace a change ``[S]`` by its average; pauses while messages are in flight."""
         counters, progress = self.counters, self.progress
-        cold = counters.earlier_steps + counters.steps < self._warmup
-        messages = bool(self.plan.compressed) and not cold
+        warm = counters.earlier_steps + counters.steps >= self._warmup
+        messages = bool(self.plan.compressed) and warm
         variant = Variant(
             messages=messages,
             begun=progress.begun or self.programs.sketches is None,
             restarts=self._restarts() if self._resets else _NO_RESTARTS,
         )
         if variant not in self._bound:
-            self._bound[variant] = self._connected(variant)
+            replay, sent = self._bind(self.programs.lower(variant)), Counters()
+            sent.add(replay.sent)
+            self._bound[variant] = replay, sent
         replay, sent = self._bound[variant]
         row = change.view(1, -1)
         yield from replay.running(inp=row, out=row)
@@ -239,8 +241,12 @@ class ChangeReducer(ReducerState):
         counters.other_bytes += sent.other_bytes
         if messages:
             counters.compressed_steps += 1
-            done = progress.encodings + 1, progress.measured + 1
-            self.progress = replace(progress, encodings=done[0], measured=done[1], begun=True)
+            self.progress = replace(
+                progress,
+                encodings=progress.encodings + 1,
+                measured=progress.measured + 1,
+                begun=True,
+            )
 
     def fold(self, site: int, sites: int) -> None:
         """Add what this site owes as the owner of slices to its own residuals. An owner owes parts
@@ -248,11 +254,6 @@ class ChangeReducer(ReducerState):
         for i, residual in self._owned.items():
             self.owes[i][site].add_(residual[0], alpha=sites)
             residual.zero_()
-
-    def _connected(self, variant: Variant) -> tuple[Replay, Counters]:
-        replay, sent = self._bind(self.programs.lower(variant)), Counters()
-        sent.add(replay.sent)
-        return replay, sent
 
     def _bind(self, program: Program) -> Replay:
         own = self._levels["flat"].rank if self._levels else 0

@@ -199,7 +199,7 @@ class SiteExchange:
         due = self._due()
         # A flight that was loaded may be in the way of what is due.
         if self._flight is not None and (due or self._flight.landing <= self.steps):
-            self._land()
+            self._land(self._flight)
             if self.elastic:
                 return  # it may have healed this site into the exchange that is due at its new step
         if due:
@@ -209,7 +209,7 @@ class SiteExchange:
         """Exchange all units now, and apply the averages; what is in flight comes first."""
         self._compared = True
         if self._flight is not None:
-            self._land()
+            self._land(self._flight)
             if not self._active:
                 return  # it has healed this site into this exchange of another one
         self._exchange(range(len(self._fragments)), _DUE if self.elastic else _LAST)
@@ -518,7 +518,8 @@ class SiteExchange:
             try:
                 flight.wait()
             except BaseException:
-                self._drop_changes()
+                for i in self._units():
+                    self.anchors[i].drop_change()
                 raise
             return None
         flight.join()
@@ -550,16 +551,13 @@ class SiteExchange:
         if flight.averaged:
             self._doubts[flight.name] = [anchor.owed() for anchor in self.anchors]
         self._start_over()
-        self._drop_changes()
+        for i in self._units():
+            self.anchors[i].drop_change()
 
     def _start_over(self) -> None:
         """Bind all units to the sites that are there, and owe what was set aside."""
         for anchor, plan, owed in zip(self.anchors, self.plan.units, self._owed, strict=True):
             anchor.start_over(plan, self._transport, owed)
-
-    def _drop_changes(self) -> None:
-        for i in self._units():
-            self.anchors[i].drop_change()
 
     def _apply(self) -> None:
         for i in self._units():
@@ -569,10 +567,9 @@ class SiteExchange:
             for anchor in self.anchors:
                 anchor.unit.write(anchor.values)
 
-    def _land(self) -> None:
-        """Apply the averages in flight."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
+    def _land(self, flight: Flight) -> None:
+        """Apply the averages of what was in flight."""
+        self._flight = None
         late, began = not flight.done or flight.error is not None, time.perf_counter()
         if flight.loaded:
             self._now, self._active = flight.fragments, True
