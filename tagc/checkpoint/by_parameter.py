@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES
-from tagc.collect import UnitReducer
+from tagc.collect.reducer_state import ReducerState
 from tagc.plan import Box, Segment, UnitParam, slices_of, span_of
 from tagc.plan.param_slices import ParamSlice, param_slices
 
@@ -163,7 +163,7 @@ class UnitState:
     """The state by parameter of a unit in one direction: ``gradients`` or ``replicas``."""
 
     direction: str
-    reducer: UnitReducer
+    reducer: ReducerState
     shard: int  # index of this rank's shard of the unit's parameters
     shards: int
     replica: int = 0  # index of the replica that this rank is in

@@ -21,8 +21,9 @@ from tagc.checkpoint.by_parameter import UnitState
 from tagc.checkpoint.format import BY_HANDLE, Copies, Source, StateError, StateHeader
 from tagc.checkpoint.resharding import Merge, merged, plan_merge
 from tagc.codecs.state import nested, part_of
-from tagc.collect import UnitGatherer, UnitReducer, agree_on, gather_by_rank
+from tagc.collect import UnitGatherer, agree_on, gather_by_rank
 from tagc.collect.gauge import NoiseGauge
+from tagc.collect.reducer_state import ReducerState
 from tagc.collect.waiting import Waiting
 from tagc.plan import Plan
 
@@ -43,7 +44,7 @@ class Clock(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None: ...
 
 
-_Part = UnitReducer | UnitGatherer | Clock
+_Part = ReducerState | UnitGatherer | Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class State:
         ``saved``, where noise is measured."""
         state: dict[str, Tensor] = {}
         for name, unit in self._parts_of_state():
-            if isinstance(unit, UnitReducer):
+            if isinstance(unit, ReducerState):
                 noise = None if saved is None else NoiseGauge.in_state(part_of(name, saved))
                 state |= nested(name, unit.state(noise=noise))
             else:

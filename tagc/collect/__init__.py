@@ -18,4 +18,3 @@ from tagc.collect.transport import (
     check_backends,
     timeout_of,
 )
-from tagc.collect.turns import in_turns

@@ -56,6 +56,18 @@ class Counters:
         """All bytes except those inside hosts."""
         return self.native_bytes + self.message_bytes + self.other_bytes
 
+    def add(self, sent: Mapping[tuple[str, str], int]) -> None:
+        """Count the bytes of a program, by level and flight."""
+        for (level, flight), size in sent.items():
+            if level == "inside":
+                self.inside_bytes += size
+            elif flight == "sums":
+                self.native_bytes += size
+            elif flight in ("messages", "sums_of_slices"):
+                self.message_bytes += size
+            else:
+                self.other_bytes += size
+
     def state(self) -> dict[str, Tensor]:
         counts = [getattr(self, name) for name in _COUNTS]
         found = {"counters": torch.tensor(counts, dtype=torch.int64, device="cpu")}

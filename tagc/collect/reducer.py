@@ -156,7 +156,7 @@ class UnitReducer(ReducerState):
         replay = self._replay(variant)
         yield from replay.running(**late)
         self.note_run(variant)
-        self._count(replay)
+        self.counters.add(replay.sent)
 
     def _replay(self, variant: Variant) -> Replay:
         device = self.store.device
@@ -178,19 +178,6 @@ class UnitReducer(ReducerState):
         """Connects the ranks that send each other messages."""
         return self._levels["flat" if self.plan.info.ranks_per_host == 1 else "across"]
 
-    def _count(self, replay: Replay) -> None:
-        """Count the bytes of a program."""
-        counters = self.counters
-        for (level, flight), sent in replay.sent.items():
-            if level == "inside":
-                counters.inside_bytes += sent
-            elif flight == "sums":
-                counters.native_bytes += sent
-            elif flight in ("messages", "sums_of_slices"):
-                counters.message_bytes += sent
-            else:
-                counters.other_bytes += sent
-
     def _announce(
         self, variant: Variant, part: Part | None, *, on_hosts: bool, stays: bool
     ) -> None:
@@ -199,8 +186,6 @@ class UnitReducer(ReducerState):
         # Other hosts take no part in a micro-batch that stays inside.
         sends_to: list[Level] = ["inside"] if stays else ["inside", "across"]
         transports = [levels[level] for level in sends_to] if on_hosts else [levels["flat"]]
-        if not on_hosts and not self.announces:
-            transports = []
         words = self.plan.words if variant.messages and not stays else 0
         mark = 0 if part is None else part.mark
         self._mix_up.check()
@@ -218,7 +203,7 @@ class UnitReducer(ReducerState):
         mark: int,
     ) -> None:
         transport, lockstep = self._connect(group), self._lockstep
-        lockstep.announce([transport] if self.announces else [], 0, self.counters.all_steps, mark)
+        lockstep.announce([transport], 0, self.counters.all_steps, mark)
         lockstep.confirm()
         self.counters.steps += 1
         if native is None:

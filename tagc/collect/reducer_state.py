@@ -67,8 +67,6 @@ class ReducerState:
         counters: counts of reductions and bytes.
         waiting: the sum of micro-batches that wait inside a host, or in a replica.
         gauge: measures the RMS of gradients relative to dense; None unless asked for.
-        announces: whether ranks exchange headers first, see :class:`Lockstep`. False if the caller
-            has compared more than those say.
         stamped: whether messages carry stamps; None before the first.
         before: called before every reduction with the number of those before it; may raise.
     """
@@ -90,7 +88,6 @@ class ReducerState:
         self.programs = Reductions(plan)
         self._mix_up = Alarm(self._lockstep.mix_up, self.store, self.programs.mistaken)
         self.gauge: NoiseGauge | None = None
-        self.announces = True
         self.stamped: bool | None = None
         self.before: Callable[[int], None] | None = None
         # Inside hosts in float32, whatever FSDP reduces: there may be many micro-batches to sum.
@@ -177,10 +174,6 @@ class ReducerState:
         if self._stamped != mark:
             self.store[self.programs.stamp][:1].fill_(mark)
             self._stamped = mark
-
-    def free_buffers(self) -> None:
-        """Free the scratch buffers, which other units use, too, unless each has its own."""
-        self.store.workspace.clear()
 
     def measure_noise(self) -> None:
         """Measure the RMS of gradients relative to dense from now on, if anything is compressed."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from tagc.basics.tracing import profiled, profiling
 from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
@@ -130,11 +130,15 @@ class Replay:
         transports: Mapping[Level, Transport],
         lockstep: Lockstep,
         own: int,
+        *,
+        compares: bool = True,
     ) -> None:
         """Bind every step.
 
         Args:
             own: what stands for :data:`tagc.ops.program.OWN`.
+            compares: whether ranks compare headers before the first collective. False if the caller
+                has compared more than those say.
         """
         self.program, self._store, self._lockstep = program, store, lockstep
         self._transports = [transports[level] for level in program.levels]
@@ -150,7 +154,7 @@ class Replay:
         sends = program.sends
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
-        steps, confirmed = iter(program.steps), False
+        steps, confirmed = iter(program.steps), not compares
         for name, length in program.ranges:
             calls: list[_Call] = []
             for _ in range(length):
@@ -311,6 +315,18 @@ class Replay:
         """The level of a flight; of one that an earlier run started, that of messages."""
         found: list[Level] = [s.level for s in self.program.sends if s.flight == flight]
         return found[0] if found else self.program.levels[-1]
+
+
+def profiling() -> bool:
+    """Whether a profiler runs. Without one there are no ranges, because even then torch's own takes
+    as long as starting a kernel. (An ``ExecutionTraceObserver`` alone is no profiler.)"""
+    # The second knows this thread only, and the first not every profiler.
+    return torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled()
+
+
+def profiled(what: str, name: str) -> AbstractContextManager[object]:
+    """The range ``TAGC::what (name)`` of a profiler."""
+    return record_function(f"TAGC::{what} ({name})")
 
 
 def _adapting(operator: Operator, i: int, place: Place) -> Callable[[Tensor], Tensor] | None:

@@ -35,7 +35,6 @@ from tagc.collect import (
     UnitReducer,
     rehearse,
 )
-from tagc.collect.transport import Connect
 from tagc.collect.waiting import Waiting
 from tagc.ops import Ops, compiles_ahead, get_ops
 from tagc.plan import Plan, UnitInfo, UnitPlan, build_plan
@@ -113,12 +112,8 @@ def make_collectives(
     levels: Levels,
     ops: str | None,
     replica_group: dist.ProcessGroup | None,
-    connect: Connect = Transport,
-    *,
-    in_turns: bool = False,
 ) -> Collectives:
-    """Make the collectives of a plan; :func:`install` installs them. ``in_turns``: a unit may be
-    reduced while messages of others are in flight."""
+    """Make the collectives of a plan; :func:`install` installs them."""
     if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
         raise ValueError(
             "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
@@ -143,13 +138,12 @@ def make_collectives(
                     unit_plan,
                     unit_ops,
                     unit.device,
-                    Workspace(unit.device) if in_turns else shared[unit.device],
+                    shared[unit.device],
                     # Units differ in their seeds, so that equal layouts do not share bad luck.
                     seed=(i * 0x9E3779B1) % 2**31,
                     rank=_place(unit, replica_group),
                     hosts=hosts,
                     crosses=lambda unit=unit: unit.all_reduces,
-                    connect=connect,
                 )
                 found.append(reducer)
 

@@ -21,8 +21,6 @@ from tagc.handle.compressor import Handle
 from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, format_bytes
 from tagc.site.exchange import SiteExchange
-from tagc.site.reducers import SiteReducers
-from tagc.site.units import OwnGroup
 
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_sites"
@@ -91,19 +89,19 @@ class Sites(Handle):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        reducers: SiteReducers,
         exchange: SiteExchange,
         groups: Sequence[dist.ProcessGroup],
-        own: OwnGroup | None,
+        release: Callable[[], None],
     ) -> None:
         """Exchange as the last of the optimizers steps. Steps at a learning rate of 0 do not count:
         torch's ``get_state_dict`` takes one to make a new optimizer's state.
 
         Args:
             groups: the groups of the ranks that share the model, in all sites.
+            release: frees the group of exchanges in flight, if they have one.
         """
-        self._model, self._reducers, self._exchange = model, reducers, exchange
-        self._groups, self._own, self._removed = groups, own, False
+        self._model, self._exchange = model, exchange
+        self._groups, self._release, self._removed = groups, release, False
         self._loads = _Loads(model, exchange)
         self._hooks: list[Any] = []
         mine, last = weakref.ref(self), weakref.ref(optimizers[-1])
@@ -132,7 +130,7 @@ class Sites(Handle):
 
     @property
     def _plan(self) -> Plan:
-        return self._reducers.plan
+        return self._exchange.plan
 
     @property
     def sites(self) -> int:
@@ -148,7 +146,7 @@ class Sites(Handle):
         """This rank's counts since ``tagc.sites``. Waits for the device, and for an exchange in
         flight; no collective."""
         self._exchange.settle()
-        counts, reducers = self._exchange.counts, self._reducers.reducers
+        reducers = [anchor.reducer for anchor in self._exchange.anchors]
         dense = sum(r.plan.dense_bytes(r.plan.buffer_columns) for r in reducers)
         norms = [
             torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
@@ -157,14 +155,10 @@ class Sites(Handle):
         ]
         return SiteMetrics(
             steps=self._exchange.steps,
-            exchanges=counts.exchanges,
             wire_bytes=sum(r.wire_bytes for r in reducers),
             dense_bytes=int(dense * self._exchange.steps),
-            waited=counts.waited,
-            wait_seconds=counts.seconds,
-            failed=counts.failed,
-            healed=counts.healed,
             residual_norm=math.hypot(*norms),
+            **vars(self._exchange.counts),
         )
 
     def exchange(self) -> None:
@@ -213,9 +207,9 @@ class Sites(Handle):
         try:
             self._exchange.release()
         finally:
-            self._reducers.collectives.clear()
-            if self._own is not None:
-                self._own.release()
+            for anchor in self._exchange.anchors:
+                anchor.reducer.release()
+            self._release()
 
     def _check_there(self) -> None:
         if self._removed:

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tagc.attach import sharding_groups
+from tagc.attach import ddp, sharding_groups
+from tagc.attach.ddp import DDP
+from tagc.attach.fsdp2 import FSDP2
+from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.torchft import TorchftSites, is_manager
+from tagc.attach.unit import Unit
+from tagc.attach.whole import Named, columns_in_rows, info_of_set, parameter_sets
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
-from tagc.collect import agree_on, check_backends
+from tagc.collect import SilentGroup, Transport, agree_on, check_backends, gather_by_rank
+from tagc.collect.transport import timeout_of
+from tagc.handle.collectives import on_gloo, with_kernels
 from tagc.handle.compressor import attached
-from tagc.plan import as_list
+from tagc.plan import Plan, as_list, between_sites, build_plan
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
+from tagc.policy.roles import clean_name
 from tagc.policy.rules import SitesConfig
-from tagc.site.anchor import Anchor
-from tagc.site.elastic import ElasticExchange
+from tagc.site.anchor import Anchor, SiteUnit, check_trainable
 from tagc.site.exchange import SiteExchange
 from tagc.site.handle import Sites, sites_of
-from tagc.site.reducers import SiteReducers
-from tagc.site.units import OwnGroup, SiteUnit, check_trainable, site_units
 
 
 def sites(
@@ -78,52 +86,73 @@ def sites(
         RuntimeError: if sites differ in the model, its shards, the policy or tagc's version, or if
             another rank failed; with a ``torchft.Manager``, if there is no quorum of sites in time.
     """
+    if not dist.is_initialized():
+        raise ValueError("call torch.distributed.init_process_group before tagc.sites")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     members = TorchftSites(sites) if is_manager(sites) else None
-    elastic = members is not None
-    group = _group_of(sites, elastic=elastic)
+    group = _group_of(sites) if members is None else None
     inside = sharding_groups(model)
     groups = _distinct(() if group is None else (group,), inside)
     check_backends(groups)
     loaded, config, units = _agree_on_request(model, optimizers, policy, group, groups)
 
-    def make() -> tuple[SiteReducers, str]:
-        reducers = SiteReducers(units, loaded, ops, elastic=elastic)
-        return reducers, reducers.plan.fingerprint[:12]
+    @cache
+    def planned(number: int) -> Plan:
+        infos = [between_sites(unit.info, number) for unit in units]
+        plan = build_plan(infos, loaded, gloo=members is not None or on_gloo(units))
+        return with_kernels(units, plan, ops)
 
-    reducers = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
-    for warning in reducers.plan.warnings:
+    def make() -> tuple[list[Anchor], str]:
+        plan = planned(units[0].group.size())
+        if members is not None:
+            _check_owners(plan)
+        pairs = enumerate(zip(units, plan.units, strict=True))
+        return [Anchor(unit, of, config, ops, i) for i, (unit, of) in pairs], plan.fingerprint[:12]
+
+    anchors = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
+    plan = planned(units[0].group.size())
+    for warning in plan.warnings:
         warn(warning)
-    own = None
-    if config.delay and group is not None:
-        own = OwnGroup(group, groups, units[0].device)
-    used = group if own is None else own.group
-    pairs = zip(units, reducers.reducers, strict=True)
-    anchors = [Anchor(unit, reducer, used, config) for unit, reducer in pairs]
+    there, release = members or group, lambda: None
+    if group is not None and config.delay:
+        there, release = own_group(group, groups, units[0].device)
+    assert there is not None
     parallel = [group for unit in units for group in unit.parallel]
-    check = partial(check_trainable, model, units)
-    if members is None:
-        exchange = SiteExchange(anchors, used, config, _distinct(inside, parallel), check)
-    else:
-        identity = (
-            f"plan {reducers.plan.fingerprint[:12]}, policy {loaded.name} ({loaded.hash[:12]}), "
-            f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
-        )
-        exchange = ElasticExchange(anchors, config, members, reducers, identity, inside, check)
+    identity = (
+        f"plan {plan.fingerprint[:12]}, policy {loaded.name} ({loaded.hash[:12]}), "
+        f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
+    )
+    exchange = SiteExchange(
+        anchors,
+        config,
+        there,
+        planned,
+        identity,
+        _distinct(inside, parallel) if members is None else inside,
+        partial(check_trainable, model, units),
+    )
+    if members is not None:
         exchange.join()
-    return Sites(model, optimizers, reducers, exchange, _distinct(groups, parallel), own)
+    return Sites(model, optimizers, exchange, _distinct(groups, parallel), release)
+
+
+def _check_owners(plan: Plan) -> None:
+    """Refuse feedback whose state depends on who the sites are."""
+    for unit in plan.units:
+        rules = (segment.codec.feedback for segment in unit.segments)
+        if any(rule is not None and rule.owner_state for rule in rules):
+            raise ValueError(
+                f"unit {unit.info.label!r} has feedback with a lead, whose owners keep what was "
+                "sent last, and an owner may die: leave lead out for sites that come and go"
+            )
 
 
 def _distinct(*groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return list({id(group): group for some in groups for group in some}.values())
 
 
-def _group_of(sites: object, *, elastic: bool) -> dist.ProcessGroup | None:
-    """This rank's counterparts in all sites; None if they come and go."""
-    if not dist.is_initialized():
-        raise ValueError("call torch.distributed.init_process_group before tagc.sites")
-    if elastic:
-        return None
+def _group_of(sites: object) -> dist.ProcessGroup:
+    """This rank's counterparts in all sites."""
     group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
@@ -221,3 +250,134 @@ def _agree_on_request(
     }
     agreed = agree_on(groups, steps, doing=_DOING, remedy=_REMEDY)
     return loaded[0], agreed["policy"], found
+
+
+def site_units(
+    model: nn.Module,
+    counterparts: dist.ProcessGroup | None,
+    fragments: int,
+    wrapped: Sequence[Unit] | None,
+) -> tuple[list[SiteUnit], str]:
+    """The units of a model to exchange, and how it is held inside a site, as text.
+
+    Args:
+        counterparts: this rank's counterparts in all sites; None if sites come and go: the units
+            are those of two sites then, with a group that sends nothing.
+        fragments: how many parts the units are to be divided into.
+        wrapped: the units of a model that ``tagc.wrap`` has wrapped; None if it is not.
+    """
+    group: Any = counterparts or SilentGroup(2)
+    integration = integration_of(model) if any(i.shards(model) for i in INTEGRATIONS) else None
+    if integration is FSDP2:
+        inner = FSDP2.find_units(model) if wrapped is None else wrapped
+        units = [_of_shards(unit, group) for unit in inner if unit.info.params]
+    elif integration is None:
+        named = [(clean_name(name), param) for name, param in model.named_parameters()]
+        for name, param in named:
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor of a model that is not sharded by "
+                    "fully_shard; apply fully_shard inside a site"
+                )
+        units = _of_whole(named, None, group, fragments)
+    elif integration is DDP:
+        units = _of_whole(*ddp.whole_params(model), group, fragments)
+    else:
+        raise ValueError(
+            f"the model is held by {integration.name}, which sites do not support; use "
+            "DistributedDataParallel or fully_shard inside a site"
+        )
+    if not units:
+        raise ValueError("the model has no trainable parameters")
+    check_trainable(model, units)
+    for unit in units if counterparts is not None else ():
+        # Otherwise their parameters would be mixed up.
+        ranks = () if unit.inner is None else dist.get_process_group_ranks(unit.inner)
+        if len({*ranks} & {*dist.get_process_group_ranks(group)}) > 1:
+            raise ValueError(
+                f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... "
+                "says are in different sites: use the dimension of the mesh inside a site only"
+            )
+    return units, _description(units, "one device" if integration is None else integration.name)
+
+
+def _of_shards(unit: Unit, group: dist.ProcessGroup) -> SiteUnit:
+    if unit.replicas is not None:
+        raise ValueError(
+            f"unit {unit.info.label!r} is sharded and replicated inside a site (HSDP); give "
+            "fully_shard a mesh of one dimension inside a site"
+        )
+    return SiteUnit(
+        info=between_sites(unit.info, group.size()),
+        group=group,
+        device=unit.device,
+        parallel=unit.parallel,
+        inner=unit.group,
+        whole=False,
+        _params=unit,
+    )
+
+
+def _of_whole(
+    named: Sequence[Named],
+    inner: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
+    fragments: int,
+) -> list[SiteUnit]:
+    rows = 1 if inner is None else inner.size()
+    total = sum(param.numel() * param.element_size() for _, param in named if param.requires_grad)
+    units = []
+    for of_unit in parameter_sets(named, min(ddp.UNIT_BYTES, -(-total // fragments))):
+        params = [param for _, param in of_unit]
+        info = info_of_set(of_unit, group.size())
+        pairs = zip(info.params, params, strict=True)
+        cut = [replace(one, columns=columns_in_rows(param.shape, rows)) for one, param in pairs]
+        info = between_sites(replace(info, params=tuple(cut)), group.size())
+        device = params[0].device
+        unit = SiteUnit(
+            info=info, group=group, device=device, inner=inner, whole=True, _params=params
+        )
+        units.append(unit)
+    return units
+
+
+def _description(units: Sequence[SiteUnit], integration: str) -> str:
+    numel = sum(param.columns for unit in units for param in unit.info.params)
+    params = [(p.name, p.shape, p.columns, p.local) for unit in units for p in unit.info.params]
+    shards = f" in {units[0].shards} shards" if units[0].shards > 1 else ""
+    digest = f"{zlib.crc32(repr(params).encode()):08x}"
+    return f"{integration}{shards}: {len(units)} units, {numel} elements a rank ({digest})"
+
+
+def own_group(
+    group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    """A new group of the ranks of another one, for exchanges that run while training uses that; and
+    a function that destroys it. All ranks that ``groups`` connect call it together."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    everyones = gather_by_rank(groups, {dist.get_rank(): mine})
+    world = dist.group.WORLD
+    # Either all processes make all of these groups, in the same order, or only the members.
+    everywhere = len(everyones) == dist.get_world_size()
+    made = {
+        ranks: dist.new_group(
+            list(ranks),
+            timeout=timeout_of(group, device),
+            backend=str(dist.get_backend_config(group)),
+            use_local_synchronization=not everywhere,
+            group_desc="tagc between sites",
+        )
+        for ranks in (sorted(set(everyones.values())) if everywhere else [mine])
+    }
+    own = made[mine]
+    assert isinstance(own, dist.ProcessGroup)
+    # A rank that destroys it must not close connections that another one still makes.
+    Transport(own).all_reduce(torch.zeros(1, dtype=torch.float32, device=device)).wait()
+
+    def release() -> None:
+        # Unless the user has destroyed all groups. Groups of some of the processes stay, because
+        # torch would use their names again.
+        if everywhere and world is dist.group.WORLD:
+            dist.destroy_process_group(own)
+
+    return own, release

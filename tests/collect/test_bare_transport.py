@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,14 +33,18 @@ def test_collectives(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_is_missing_is_named(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_rank_that_is_missing_is_named(rank: int, world_size: int, messages: bool) -> None:
     """torch's functions would say that they do not know the group."""
     transport = transport_of(rank, world_size, 0.5)
     if rank == 0:
 
         def gather() -> None:
             with failing_in("gathering", transport.group):
-                transport.gather_values(torch.ones(3))
+                if messages:
+                    transport.gather(torch.ones(2, 3), torch.ones(1, 3)).wait()
+                else:
+                    transport.gather_values(torch.ones(3))
 
         kind, said = fails(gather)
         assert kind == "RuntimeError"

@@ -119,8 +119,8 @@ def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: in
     assert "could not connect to the others, or load their state" in str(error)
     assert site.exchange._doubts == {7: owed}
     # Nothing of the failed attempt is in the state.
-    for now, before in zip(site.exchange._reducers.owed(), owed, strict=True):
-        equal(now.residuals, before.residuals)
+    for anchor, before in zip(site.exchange.anchors, owed, strict=True):
+        equal(anchor.reducer.residuals, before.residuals)
     site.exchange._heal(site.exchange._sent() | {"counted": [5, 7]})
     assert site.exchange._owed is owed
 
@@ -132,7 +132,7 @@ def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_siz
     train(site.model, site.optimizer, rank, range(3))
     owed = site.owed()
     with (
-        patch.object(site.exchange, "_wait_for_all", side_effect=RuntimeError("the link is down")),
+        patch.object(site.exchange, "_wait", side_effect=RuntimeError("the link is down")),
         patch.object(site.manager, "should_commit", side_effect=RuntimeError("failed 11 times")),
     ):
         kind, said = fails(lambda: train(site.model, site.optimizer, rank, range(3, 4)))
@@ -337,8 +337,8 @@ def test_what_failed_in_flight_is_not_saved(rank: int, world_size: int) -> None:
     sent = site.handle.metrics().wire_bytes
     assert sent > 0
     assert clock(site) == [4, -1, -1]
-    for now, before in zip(site.exchange._reducers.owed(), site.exchange._owed, strict=True):
-        equal(now.residuals, before.residuals)
+    for anchor, before in zip(site.exchange.anchors, site.exchange._owed, strict=True):
+        equal(anchor.reducer.residuals, before.residuals)
     train(site.model, site.optimizer, rank, range(4, 5))
     metrics = site.handle.metrics()
     assert (metrics.exchanges, metrics.failed, metrics.waited) == (1, 1, 1)
@@ -397,3 +397,18 @@ def test_the_last_exchange_is_one(rank: int, world_size: int) -> None:
     site.handle.exchange()
     assert site.manager.now == len(script)
     check_accounts(site)
+
+
+@on_ranks(2)
+def test_sites_draw_different_dithers(rank: int, world_size: int) -> None:
+    """Every site counts its ranks from 0."""
+    codec = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
+    with patch.object(dist, "get_rank", return_value=0):
+        site = joined(
+            rank, world_size, policy({"when": FOUR_BITS["when"], "codec": codec}, every=2)
+        )
+    for anchor in site.exchange.anchors:
+        programs = anchor.reducer.programs
+        for encoding in programs.encodings.values():
+            mine, other = gathered(anchor.reducer.store[encoding.seeds])
+            assert (mine != other).all()

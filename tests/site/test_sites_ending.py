@@ -65,11 +65,11 @@ def _script(store: str) -> None:
 @on_ranks(2)
 def test_the_timeout_is_the_users(rank: int, world_size: int) -> None:
     """An exchange in flight waits no longer for another site than any other collective."""
-    (anchor, *_) = in_flight(rank)[2].exchange_state.anchors
-    assert anchor.group is not dist.group.WORLD
+    group = in_flight(rank)[2].exchange_state.group
+    assert group is not dist.group.WORLD
     world: Any = dist.group.WORLD
     given = timeout_of(world, torch.device("cpu"))
-    assert timeout_of(anchor.group, torch.device("cpu")) == given == timedelta(seconds=20)
+    assert timeout_of(group, torch.device("cpu")) == given == timedelta(seconds=20)
 
 
 @on_ranks(2)
@@ -77,7 +77,7 @@ def test_removal_after_a_failure_in_flight(rank: int, world_size: int) -> None:
     """It is raised once, and the model is free."""
     model, optimizer, handle = in_flight(rank)
     handle.exchange_state._flight.join()
-    handle.exchange_state._flight.error.append(RuntimeError("the link is down"))
+    handle.exchange_state._flight.error = RuntimeError("the link is down")
     assert fails(handle.remove) == ("RuntimeError", "the link is down")
     handle.remove()
     tagc.sites(model, optimizer, DELAYED).remove()

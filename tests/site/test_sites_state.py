@@ -93,7 +93,7 @@ def loaded(rank: int, world_size: int, kind: str, folder: Path) -> dict[str, Any
     run.train(range(5, 8))
     for anchor in run.handle.exchange_state.anchors:
         mine = [torch.empty_like(anchor.values) for _ in range(run.handle.sites)]
-        dist.all_gather(mine, anchor.values, group=anchor.group)
+        dist.all_gather(mine, anchor.values, group=run.handle.exchange_state.group)
         assert all(torch.equal(anchor.values, other) for other in mine)
     return found
 

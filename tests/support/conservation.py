@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from support.units import gathered
 from tagc.codecs.feedback import FeedbackRule, LeadFeedback
-from tagc.collect import UnitReducer
+from tagc.collect.reducer_state import ReducerState
 from tagc.plan import Segment, UnitPlan, slices_of
 from tagc.plan.param_slices import ParamSlice, param_slices
 
@@ -35,7 +35,7 @@ class Accounts:
             replicas if owners keep averages.
     """
 
-    reducer: UnitReducer
+    reducer: ReducerState
     exact: bool = False
     overshoot: int = 1
     owner_unit: int = 1

@@ -73,7 +73,7 @@ class ElasticSite:
         """Join, with nothing kept."""
         self.model, _, _ = inside(self.kind, self.rank, self.world_size)
         self.optimizer = adam(self.model)
-        with patch("tagc.site.elastic.ElasticExchange.join"):
+        with patch("tagc.site.exchange.SiteExchange.join"):
             self.handle = tagc.sites(self.model, self.optimizer, self.rules, sites=self.manager)
         self.exchange: Any = self.handle.exchange_state
         self.lost = self.lost or [torch.zeros_like(unit) for unit in self.owed()]
@@ -82,12 +82,12 @@ class ElasticSite:
 
     def owed(self) -> list[Tensor]:
         """What this rank owes, by unit, in the columns of its buffer; float64."""
-        return [owed.in_shard()[0].double() for owed in self.exchange._reducers.owed()]
+        return [a.owed().in_shard()[0].double() for a in self.exchange.anchors]
 
     def _watch(self) -> None:
         exchange, manager = self.exchange, self.manager
-        compare, average = exchange._compare_with, exchange._average
-        wait, finish = exchange._wait_for_all, exchange._finish
+        compare, average = exchange._compare, exchange._average
+        wait, finish = exchange._wait, exchange._finish
         vote = ScriptedManager.should_commit
         taken: dict[int, Tensor] = {}
 
@@ -101,13 +101,18 @@ class ElasticSite:
 
             anchor.take_change = noted
 
-        def compared(group: Any) -> tuple[int, int]:
-            self.name, trained = compare(group)
-            return self.name, trained
+        def compared(flight: Any) -> Any:
+            check = compare(flight)
 
-        def averaged(group: Any, trained: int) -> None:
+            def checked() -> None:
+                check()
+                self.name = flight.name
+
+            return checked
+
+        def averaged(flight: Any) -> None:
             changes = {i: taken.pop(i) for i in list(taken)}
-            average(group, trained)
+            average(flight)
             nothing = [torch.zeros_like(a.values, dtype=torch.float64) for a in exchange.anchors]
             pairs = list(enumerate(zip(exchange.anchors, nothing, strict=True)))
             self.came_in[self.name] = [changes.get(i, n) for i, (_, n) in pairs]
@@ -116,8 +121,8 @@ class ElasticSite:
             if manager.fails("averages"):
                 raise RuntimeError("a site died")
 
-        def waited(group: Any) -> None:
-            wait(group)
+        def waited() -> None:
+            wait()
             if manager.fails("answers"):
                 raise RuntimeError("an answer is missing")
 
@@ -134,8 +139,8 @@ class ElasticSite:
             marks = [n for a in exchange.anchors for n in fingerprint(a.values).tolist()]
             self.marks[manager.now] = [exchange._after, *marks]
 
-        exchange._compare_with, exchange._average = compared, averaged
-        exchange._wait_for_all, exchange._finish = waited, finished
+        exchange._compare, exchange._average = compared, averaged
+        exchange._wait, exchange._finish = waited, finished
         manager.should_commit = voted
 
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.site_net import FOUR_BITS, adam, policy, train
 from support.small_net import net
+from tagc.ops.fingerprint import fingerprint
 
 TIMEOUT = 4
 """Seconds after which a site is given up."""
@@ -65,9 +66,14 @@ def main() -> None:
     os._exit(0)  # threads of the manager may outlive it
 
 
+def mark(anchor: Any) -> list[int]:
+    """How often a unit was exchanged, and what of its anchor sites compare."""
+    return [anchor.exchanges, *fingerprint(anchor.values).tolist()]
+
+
 def watch(exchange: Any, manager: Any, log: Path) -> None:
     """Write a line after each exchange."""
-    begin, compare, finish = exchange._begin, exchange._compare_with, exchange._finish
+    begin, compare, finish = exchange._begin, exchange._compare, exchange._finish
     sums: dict[str, Any] = {}
 
     def begun(delay: int = 0) -> Any:
@@ -76,10 +82,14 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
         sums["seconds"] = time.monotonic() - began
         return attempt
 
-    def compared(group: Any) -> tuple[int, int]:
-        sums["name"], trained = compare(group)
-        sums["sites"] = group.size()
-        return sums["name"], trained
+    def compared(flight: Any) -> Any:
+        check = compare(flight)
+
+        def checked() -> None:
+            check()
+            sums["name"], sums["sites"] = flight.name, exchange.group.size()
+
+        return checked
 
     for anchor in exchange.anchors:
 
@@ -100,9 +110,9 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
             "count": manager.current_step(),
             "steps": exchange._after,
             "active": exchange._active,
-            "marks": [n for a in exchange.anchors for n in a.mark().tolist()],
+            "marks": [n for a in exchange.anchors for n in mark(a)],
             "owed_before": owed(exchange._owed),
-            "owed_after": owed(exchange._reducers.owed()),
+            "owed_after": owed([anchor.owed() for anchor in exchange.anchors]),
             "failed": exchange.counts.failed,
             "healed": exchange.counts.healed,
             "seconds": before + time.monotonic() - began,
@@ -110,7 +120,7 @@ def watch(exchange: Any, manager: Any, log: Path) -> None:
         with log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    exchange._begin, exchange._compare_with, exchange._finish = begun, compared, finished
+    exchange._begin, exchange._compare, exchange._finish = begun, compared, finished
 
 
 def owed(found: Any) -> float:

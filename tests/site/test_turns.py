@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tagc.collect import in_turns
+from tagc.site.anchor import in_turns
 
 
 @pytest.mark.parametrize(
