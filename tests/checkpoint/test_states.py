@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
 import tagc
 from support.distributed import on_ranks
@@ -35,33 +33,6 @@ from support.states import (
 )
 from support.units import gathered
 from tagc.collect.copy_gatherer import _warn_of_others
-
-
-@on_ranks(2)
-def test_a_residual_lies_where_the_gradient_does(rank: int, world_size: int) -> None:
-    """What is not sent in the first step is the gradient itself, by rows and by columns sharded."""
-
-    def layers() -> Any:
-        torch.manual_seed(1)
-        return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7))
-
-    alone, model = layers(), layers()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1:] == (6,) else None)
-    wrapped(POLICIES["sketch"], model)
-    x = torch.linspace(-1, 1, 12).view(2, 6) + rank
-    for one in (alone, model):
-        one(x).square().sum().backward()
-    residuals = residual_sums(model)
-    assert set(residuals) == {"0.weight", "1.weight"}
-    for name, residual in residuals.items():
-        grad = alone.get_parameter(name).grad
-        assert grad is not None
-        assert 0.5 < (residual == grad.double()).float().mean() < 1
-    compressor = tagc.compressor(model)
-    state = compressor.state_dict()
-    compressor.load_state_dict(state)
-    equal(compressor.state_dict(), state)
-
 
 # What is in a state
 

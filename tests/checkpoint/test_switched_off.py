@@ -14,7 +14,6 @@ from support.states import (
     SKETCH,
     rules,
     run,
-    set_weights,
     wrapped,
 )
 
@@ -76,17 +75,3 @@ def test_ranks_must_agree_on_the_switch(rank: int, world_size: int) -> None:
         patch.setenv("TAGC_DISABLE", "yes")
         with pytest.raises(ValueError, match="TAGC_DISABLE is 'yes'"):
             wrapped(POLICIES["sketch"])
-
-
-@pytest.mark.some(1)
-@on_ranks(2)
-@pytest.mark.parametrize("policy", ["sketch shared", "parameters"])
-def test_removed_is_native(rank: int, world_size: int, policy: str) -> None:
-    """After steps of every kind of traffic, `remove` leaves nothing behind."""
-    model, native = wrapped(POLICIES[policy]), sharded()
-    run(model, rank, range(2))
-    tagc.compressor(model).remove()
-    set_weights(model, local_weights(native))
-    run(model, rank, range(3))
-    run(native, rank, range(3))
-    equal(local_weights(model), local_weights(native))
