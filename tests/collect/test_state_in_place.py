@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tagc
 from parity.model import loss_of as token_loss
-from support import replicated_net
+from support import small_net
 from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
 from support.marks import slow
@@ -101,5 +101,5 @@ def test_on_hosts_and_across_replicas(rank: int, world_size: int) -> None:
     check(wrapped(POLICIES["inside"], hosts=2), rank, loss_of)
     feedback = {"kind": "residual", "lead": 0.5}
     rule = {"when": {"name": "*.weight"}, "codec": QUANTIZED, "feedback": feedback}
-    model, _ = replicated_net.wrapped({"gradients": [rule], "replicas": [rule]})
+    model, _ = small_net.wrapped({"gradients": [rule], "replicas": [rule]})
     check(model, rank, loss_of)
