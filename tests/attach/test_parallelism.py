@@ -1,5 +1,5 @@
-"""torch's tensor, sequence, pipeline and context parallelism through groups that compress, and FSDP2
-on tensor parallelism."""
+"""torch's tensor, sequence, pipeline and context parallelism through groups that compress, and
+FSDP2 on tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""State: what is saved, and that training goes on from it as if it had never stopped, also while tagc
-is switched off."""
+"""State: what is saved, and that training goes on from it as if it had never stopped, also while
+tagc is switched off."""
 
 from __future__ import annotations
 

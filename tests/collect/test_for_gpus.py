@@ -1,5 +1,5 @@
-"""What only GPUs need, with stand-ins: alarms that go off in the same step on all ranks, and replays
-that start what they recorded."""
+"""What only GPUs need, with stand-ins: alarms that go off in the same step on all ranks, and
+replays that start what they recorded."""
 
 from __future__ import annotations
 

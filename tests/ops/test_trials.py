@@ -1,5 +1,5 @@
-"""Operators on the table of cases: the reference by the contract, the CPU's as the reference, whatever
-torch's default dtype; and divisions as GPUs make them."""
+"""Operators on the table of cases: the reference by the contract, the CPU's as the reference,
+whatever torch's default dtype; and divisions as GPUs make them."""
 
 from __future__ import annotations
 
