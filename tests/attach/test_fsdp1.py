@@ -3,27 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import tagc
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.failing import fails
 from support.fsdp1_net import CPU, FSDP, UNITS, WEIGHTS, flat_of, nested, quietly, sharded, train
 from support.marks import covering
-from support.small_net import EVERYTHING, loss_of, net
+from support.small_net import loss_of, net
 from support.units import gathered, policy
 from tagc.collect import UnitReducer
 from tagc.ops.launches import Pieces
@@ -153,21 +149,6 @@ def test_owners_get_what_they_own(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_remove_gives_native_back(rank: int, world_size: int) -> None:
-    for use_orig_params in (False, True):
-        native, wrapped = (sharded(use_orig_params=use_orig_params) for _ in range(2))
-        quietly(tagc.wrap, wrapped, EVERYTHING)
-        loss_of(wrapped, rank, 0).backward()
-        wrapped.zero_grad()
-        tagc.compressor(wrapped).remove()
-        torch.testing.assert_close(train(wrapped, rank, 3), train(native, rank, 3), **EXACT)
-        # After many forwards as before the first one.
-        quietly(tagc.wrap, wrapped, EVERYTHING)
-        train(wrapped, rank, 1)
-        assert tagc.compressor(wrapped).metrics().steps == 1
-
-
-@on_ranks(2)
 def test_names_are_the_users(rank: int, world_size: int) -> None:
     """Without what FSDP1 and checkpointing put into them."""
     model = nested(lambda m: FSDP(checkpoint_wrapper(m), device_id=CPU))
@@ -196,65 +177,3 @@ def test_several_roots_in_a_plain_module(rank: int, world_size: int) -> None:
 
 
 # What is refused
-
-
-def own_hook(state: Any, grad: Tensor, shard: Tensor) -> None: ...
-
-
-def hooked() -> Any:
-    model = sharded()
-    model.register_comm_hook(None, own_hook)
-    return model
-
-
-def used() -> Any:
-    model = sharded()
-    loss_of(model, dist.get_rank(), 0).backward()
-    return model.second
-
-
-def of_both_apis() -> Any:
-    both: Any = nn.Sequential(FSDP(nn.Linear(4, 4), device_id=CPU), nn.Linear(4, 4))
-    fully_shard(both[1])
-    return both
-
-
-def hybrid() -> Any:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    strategy = ShardingStrategy.HYBRID_SHARD
-    return FSDP(net(), device_id=CPU, device_mesh=mesh, sharding_strategy=strategy)
-
-
-INT8 = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8}}
-REFUSED: list[tuple[Callable[[], Any], Any, str]] = [
-    (sharded, "hybrid", "whose all-gather cannot be replaced; use a policy for gradients only"),
-    (
-        sharded,
-        {"schema": 1, "gradients": [INT8], "replicas": [INT8]},
-        "averages over replicas for FSDP2 only",
-    ),
-    (sharded, policy(({"name": "no.such"}, 0.3)), "compresses nothing"),
-    (hybrid, EVERYTHING, "sharded and replicated (HYBRID_SHARD)"),
-    (hybrid, EVERYTHING, 'replicas=mesh["replicate"]'),
-    (hooked, EVERYTHING, "has its own communication hook (own_hook"),
-    (lambda: quietly(tagc.wrap, sharded(), EVERYTHING).second, EVERYTHING, "already wrapped, by"),
-    (used, EVERYTHING, "part of a larger FSDP1 model"),
-    (of_both_apis, EVERYTHING, "partly by FSDP1"),
-]
-
-
-@on_ranks(2)
-def test_what_is_refused(rank: int, world_size: int) -> None:
-    """With a clear error, and the model is as it was."""
-    for make, chosen, message in REFUSED:
-        model = make()
-        before = [m._comm_hook for m in FSDP.fsdp_modules(model)]
-        kind, text = fails(lambda model=model, chosen=chosen: tagc.wrap(model, chosen))
-        assert kind in ("ValueError", "PolicyError"), text
-        assert message in text
-        assert [m._comm_hook for m in FSDP.fsdp_modules(model)] == before
-        assert not hasattr(model, "_tagc_compressor")
-    kind, text = fails(lambda: tagc.wrap(sharded(), "dense", replicas=dist.group.WORLD))
-    assert (kind, "averages over replicas for FSDP2 only" in text) == ("PolicyError", True)
-    kind, text = fails(lambda: tagc.wrap(sharded(), WEIGHTS if rank else EVERYTHING))
-    assert (kind, "differs between ranks" in text) == ("RuntimeError", True)

@@ -14,8 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import tagc
-from parity.fsdp2_options import in_two_meshes
-from parity.meshes import two_by_two
 from parity.model import loss_of
 from parity.option import wrap_blocks
 from support import small_net
@@ -23,30 +21,14 @@ from support.block_net import net, sharded, wrap
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.failing import fails
 from support.gathering import INT8, gathering
 from support.launching import sketch_of
 from support.marks import slow
 from support.small_net import EVERYTHING, local_weights
 from support.units import gathered, policy
-from tagc.attach.fsdp2 import param_dtype, param_groups_of, reduce_dtype
+from tagc.attach.fsdp2 import param_dtype, reduce_dtype
 from tagc.attach.fsdp2_collectives import _params_of
 from tagc.codecs.sketch import SketchPlan
-
-
-@on_ranks(2)
-def test_remove_gives_native_back(rank: int, world_size: int) -> None:
-    native, wrapped = small_net.sharded(), tagc.wrap(small_net.sharded(), EVERYTHING)
-    small_net.loss_of(wrapped, rank, 0).backward()
-    wrapped.zero_grad()
-    tagc.compressor(wrapped).remove()
-    torch.testing.assert_close(
-        small_net.train(wrapped, rank, 3), small_net.train(native, rank, 3), **EXACT
-    )
-
-    tagc.wrap(wrapped, EVERYTHING)
-    small_net.loss_of(wrapped, rank, 0).backward()
-    assert tagc.compressor(wrapped).metrics().steps == 1
 
 
 @on_ranks(1)
@@ -210,41 +192,6 @@ def test_one_dtype_that_cannot_be_compressed(rank: int, world_size: int) -> None
         tagc.PolicyError, match=r"gathers parameters of torch\.float64.*param_dtype"
     ):
         wrap(sharded(net().double()), parameters)
-
-
-@on_ranks(4)
-def test_every_parameter_group_is_a_unit(rank: int, world_size: int) -> None:
-    """As experts on their own mesh; `tests/parity` has their sums. Removal leaves nothing."""
-    model = net()
-    in_two_meshes(model)
-    native = [group_comms(group) for m in model.modules() for group in param_groups_of(m)]
-    codec = {"kind": "quantized", "bits": 8, "block": 32}
-    rule = {"when": {"name": "*"}, "codec": codec, "feedback": {"kind": "residual"}}
-    rules = gathering(INT8, "*") | {"gradients": [rule]}
-    wrap(model, rules)
-    compressor = tagc.compressor(model)
-    plan = compressor.plan()
-    sizes = {unit.info.name: unit.info.world_size for unit in plan.units}
-    assert sizes["blocks.0"] != sizes["blocks.0 (group 2)"]
-    assert all(unit.compressed for unit in (*plan.units, *plan.parameters))
-    loss_of(model, rank, 0).backward()
-    assert all(part.wire_bytes for part in (*compressor.reducers, *compressor.gatherers))
-    compressor.remove()
-    assert native == [group_comms(group) for m in model.modules() for group in param_groups_of(m)]
-
-
-def group_comms(group: Any) -> tuple[Any, ...]:
-    return group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook
-
-
-@on_ranks(4)
-def test_replicas_that_shard_a_unit(rank: int, world_size: int) -> None:
-    """Averaged, their shards would be mixed up without a word."""
-    model = net()
-    in_two_meshes(model)
-    kind, text = fails(lambda: wrap(model, replicas=two_by_two()["replicate"]))
-    assert kind == "ValueError"
-    assert "is sharded over ranks that replicas=... says are replicas of each other" in text
 
 
 def test_dtypes_where_each_parameter_has_a_policy() -> None:

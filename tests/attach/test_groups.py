@@ -20,7 +20,6 @@ from support.coded_mesh import added, coded, mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
 from support.marks import slow
-from support.shrinking import anywhere, shrunk
 from tagc.collect.transport import all_gather, reduce_scatter
 from tagc.groups.activations import CODED, SMALL_MESSAGE
 from tagc.groups.mesh import bytes_by_dimension
@@ -42,62 +41,6 @@ def test_the_arithmetic_of_these_tests_is_that_of_the_operators() -> None:
     ops.quantize(t[None], None, message, layout=layout, average=0.0)
     ops.dequantize(message[None], out, layout=layout, divisor=1)
     assert torch.equal(out[0], coded(t))
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32)])
-def test_every_collective(rank: int, world_size: int, bits: int, block: int) -> None:
-    """To the bit, by torch's functions and by its functional collectives, and all at once."""
-    mesh: Any = mesh_of(world_size, bits=bits, block=block)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check_every_collective(rank, mesh, dtype, {"bits": bits, "block": block})
-
-
-def check_every_collective(rank: int, mesh: Any, dtype: torch.dtype, how: Any) -> None:
-    group = mesh.get_group()
-    W = group.size()
-    torch.manual_seed(5)
-    # For each rank, a row for each rank.
-    everything = torch.randn(W, W, N).to(dtype)
-    mine = everything[rank]
-    sent = [[coded(part, **how) for part in row] for row in everything]
-    one = [[coded(part, **how) for part in row] for row in everything[:, :1]]
-    of_all = [part for (part,) in one]
-
-    sums = [added([sent[r][d] for r in range(W)]) for d in range(W)]
-    gathered = torch.stack(of_all).to(dtype)
-    whole = [coded(row, **how) for row in everything]
-    total = added(whole) if W == 2 else coded(added(whole), **how)
-
-    with tagc.activations():
-        out, parts = torch.empty(W, N, dtype=dtype), [torch.empty(N, dtype=dtype) for _ in range(W)]
-        shard, listed = torch.empty(N, dtype=dtype), torch.empty(N, dtype=dtype)
-        reduced, mean = mine.clone(), mine.clone()
-        works = [
-            all_gather(out.view(-1), mine[0], group=group, async_op=True),
-            dist.all_gather(parts, mine[0], group=group, async_op=True),
-            reduce_scatter(shard, mine.view(-1), group=group, async_op=True),
-            dist.reduce_scatter(listed, list(mine), group=group, async_op=True),
-            dist.all_reduce(reduced, group=group, async_op=True),
-            dist.all_reduce(mean, dist.ReduceOp.AVG, group=group, async_op=True),
-        ]
-        # In any order: each holds what it needs.
-        for work in reversed(works):
-            assert work is not None
-            work.wait()
-        several = [t + 0 for t in functional.all_reduce_coalesced([mine, mine], "sum", group)]
-        several.append(functional.all_reduce(mine, "sum", (mesh, 0)) + 0)
-        several += (coalesced := [mine.clone(), mine.clone()])
-        with pytest.warns(FutureWarning):
-            dist.all_reduce_coalesced(coalesced, group=group)
-    assert torch.equal(out, gathered)
-    assert torch.equal(torch.stack(parts), gathered)
-    assert torch.equal(shard, sums[rank].to(dtype))
-    assert torch.equal(listed, sums[rank].to(dtype))
-    for t in (reduced, *several):
-        assert torch.equal(t, total.to(dtype))
-    averaged = added(whole) / W
-    assert torch.equal(mean, (averaged if W == 2 else coded(averaged, **how)).to(dtype))
 
 
 @on_ranks(2)
@@ -234,7 +177,8 @@ def test_switched_off(rank: int, world_size: int) -> None:
     assert torch.equal(t, both.sum(0))
 
 
-KINDS = ("all-reduce", "average", "all-gather", "reduce-scatter", "all-to-all", "swap", "barrier")
+KINDS = ("all-reduce", "functional", "coalesced", "average", "all-gather", "listed all-gather")
+KINDS += ("reduce-scatter", "listed reduce-scatter", "all-to-all", "swap", "barrier")
 SIZES = (1, 100, SMALL_MESSAGE - 1, SMALL_MESSAGE, 3 * SMALL_MESSAGE + 40)
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -246,6 +190,7 @@ class Call:
     Attributes:
         sizes: elements that each rank has for each rank.
         activation: whether it is part of a forward.
+        bits, block: of what is coded.
         then: how many calls are left in flight after it.
     """
 
@@ -255,6 +200,12 @@ class Call:
     dtype: torch.dtype
     activation: bool
     then: int
+    bits: int
+    block: int
+
+    def coded(self, t: Tensor) -> Tensor:
+        """What arrives of it."""
+        return coded(t, self.bits, self.block)
 
     def inputs(self, rank: int) -> list[Tensor]:
         """What a rank has for each rank; whole numbers where sums must be exact."""
@@ -274,7 +225,7 @@ class Call:
         return self.sizes[sender][receiver] >= SMALL_MESSAGE
 
 
-def programs(seed: int, ranks: int, length: int) -> list[Call]:
+def programs(seed: int, ranks: int, length: int, *form: int) -> list[Call]:
     """A random program."""
     draw = random.Random(seed)
     found = []
@@ -290,7 +241,7 @@ def programs(seed: int, ranks: int, length: int) -> list[Call]:
         else:
             sizes = ((draw.choice(SIZES),) * ranks,) * ranks
         then = draw.randrange(4)
-        found.append(Call(kind, 1000 * i + seed, sizes, dtype, draw.random() < 0.7, then))
+        found.append(Call(kind, 1000 * i + seed, sizes, dtype, draw.random() < 0.7, then, *form))
     return found
 
 
@@ -304,7 +255,7 @@ def start(
 
     def arrives(sender: int, receiver: int) -> Tensor:
         t = everything[sender][receiver]
-        return coded(t) if call.is_coded(sender, receiver) else t
+        return call.coded(t) if call.is_coded(sender, receiver) else t
 
     inputs = [t.clone() for t in mine]
     if call.kind in ("all-reduce", "average"):
@@ -312,14 +263,29 @@ def start(
         op = dist.ReduceOp.SUM if call.kind == "all-reduce" else dist.ReduceOp.AVG
         expected = _sum(call, everything, W)
         return dist.all_reduce(out, op, group=group, async_op=True), [], [out], [expected]
-    if call.kind == "all-gather":
+    if call.kind == "functional":
+        out = functional.all_reduce(torch.cat(inputs), "sum", group)
+        return [], [], [out], [_sum(call, everything, W)]
+    if call.kind == "coalesced":
+        outs = [torch.cat(inputs), torch.cat(inputs)]
+        with pytest.warns(FutureWarning):
+            dist.all_reduce_coalesced(outs, group=group)
+        return [], [], outs, 2 * [_sum(call, everything, W)]
+    if call.kind.endswith("all-gather"):
         out = torch.empty(W, len(inputs[0]), dtype=call.dtype)
-        work = all_gather(out.view(-1), inputs[0], group=group, async_op=True)
+        if call.kind == "all-gather":
+            work = all_gather(out.view(-1), inputs[0], group=group, async_op=True)
+        else:
+            work = dist.all_gather(list(out), inputs[0], group=group, async_op=True)
         expected = torch.stack([arrives(r, 0) for r in range(W)]).to(call.dtype)
         return work, inputs, [out], [expected]
-    if call.kind == "reduce-scatter":
+    if call.kind.endswith("reduce-scatter"):
         out, whole = torch.empty(len(inputs[0]), dtype=call.dtype), torch.cat(inputs)
-        work = reduce_scatter(out, whole, group=group, async_op=True)
+        if call.kind == "reduce-scatter" or not call.is_coded(0, 0):  # gloo has no other
+            work = reduce_scatter(out, whole, group=group, async_op=True)
+        else:
+            parts = list(whole.view(W, -1))
+            work = dist.reduce_scatter(out, parts, group=group, async_op=True)
         expected = added([arrives(r, rank) for r in range(W)]).to(call.dtype)
         return work, [whole], [out], [expected]
     if call.kind == "all-to-all":
@@ -346,8 +312,8 @@ def _sum(call: Call, everything: Sequence[list[Tensor]], W: int) -> Tensor:
     divisor = W if call.kind == "average" else 1
     if not call.is_coded(0, 0):
         return (added(rows) / divisor if divisor > 1 else added(rows)).to(call.dtype)
-    total = added([coded(row) for row in rows]) / divisor
-    return (total if W == 2 else coded(total)).to(call.dtype)
+    total = added([call.coded(row) for row in rows]) / divisor
+    return (total if W == 2 else call.coded(total)).to(call.dtype)
 
 
 def wrong(program: list[Call], rank: int, group: Any) -> str:
@@ -380,15 +346,11 @@ def wrong(program: list[Call], rank: int, group: Any) -> str:
 
 
 @on_ranks(2, 3)
+@pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32)])
 @pytest.mark.parametrize("seeds", [range(6), slow(range(6, 150))], ids=str)
-def test_random_programs(rank: int, world_size: int, seeds: range) -> None:
-    group = mesh_of(world_size).get_group()
-
-    def fails(calls: list[Call]) -> bool:
-        return anywhere(wrong(calls, rank, group))
-
+def test_random_programs(rank: int, world_size: int, seeds: range, bits: int, block: int) -> None:
+    """To the bit: by torch's functions and by its functional collectives, several at once."""
+    group = mesh_of(world_size, bits=bits, block=block).get_group()
     for seed in seeds:
-        program = programs(seed, world_size, 12)
-        if fails(program):
-            smallest = shrunk(program, fails)
-            raise AssertionError(f"{smallest}\n{wrong(smallest, rank, group)}")
+        off = wrong(programs(seed, world_size, 14, bits, block), rank, group)
+        assert not off, (seed, off)

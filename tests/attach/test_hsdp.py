@@ -18,17 +18,19 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
-from support.marks import slow
-from support.replicated_net import of_replicas, two_by_two, wrapped
-from support.small_net import local_grads, local_weights, loss_of, net, train
+from support.small_net import (
+    local_grads,
+    local_weights,
+    loss_of,
+    net,
+    of_replicas,
+    train,
+    two_by_two,
+    wrapped,
+)
 from support.states import shared_folder
 from tagc.attach import fsdp2, fsdp2_collectives
 
-CODECS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"kind": "dense", "wire": "bfloat16"},
-    "quantized": {"kind": "quantized", "bits": 8, "block": 32},
-    "sketch": {"kind": "sketch", "density": 0.4},
-}
 QUANTIZED = {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 NAMES = ("copies", "shards")
@@ -89,30 +91,6 @@ def test_the_same_as_tagc_averages_over_replicas_that_it_is_given(
         torch.testing.assert_close(*of_replicas(weight, mesh), **EXACT)
 
 
-@pytest.mark.some(1)
-@on_ranks(4)
-@pytest.mark.parametrize("codec", [c if c in ("quantized", "sketch") else slow(c) for c in CODECS])
-def test_replicas_stay_equal_and_close_to_dense(rank: int, world_size: int, codec: str) -> None:
-    rule = {"when": {"name": "*.weight"}, "codec": CODECS[codec]}
-    model, mesh = wrapped({"gradients": [DENSE], "replicas": [rule]})
-    dense, _ = wrapped({"gradients": [DENSE]})
-    train(model, rank, 6)
-    train(dense, rank, 6)
-    exact = local_weights(dense)
-    for name, weight in local_weights(model).items():
-        torch.testing.assert_close(*of_replicas(weight, mesh), **EXACT)
-        if codec != "sketch":
-            torch.testing.assert_close(weight, exact[name], rtol=0.02, atol=0.002)
-    assert any(not torch.equal(w, exact[n]) for n, w in local_weights(model).items())
-    metrics = tagc.compressor(model).metrics()
-    rows = [r for r in tagc.compressor(model).plan().rows if r.direction == "replicas"]
-    # Thresholds are agreed once.
-    once = 2 * 4 * 3 if codec == "sketch" else 0
-    planned = 6 * sum(row.wire_bytes for row in rows)
-    assert planned <= metrics.replica_wire_bytes <= planned + once
-    assert metrics.unresolved == 0
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("off", [False, True], ids=["", "switched off"])
 def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int, off: bool) -> None:
@@ -150,29 +128,6 @@ def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int, off:
     expected = torch.tensor(largest(two_by_two()[0]))
     dist.all_reduce(expected, dist.ReduceOp.MAX)
     assert max(sums) < 2 * float(expected)
-
-
-@on_ranks(4)
-def test_what_is_refused(rank: int, world_size: int) -> None:
-    """Replicas that are given twice, or not at all; units with other replicas than the rest."""
-    model, copies = hybrid()
-    mixed = net()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-    fully_shard(mixed.first, mesh=mesh)
-    fully_shard(mixed, mesh=mesh["shards"])
-    sharded, _ = two_by_two()
-    rules = {"schema": 1, "gradients": [DENSE], "replicas": [QUANTIZED]}
-    for call, expected, message in (
-        (
-            lambda: tagc.wrap(model, "loco-4bit", replicas=copies),
-            "ValueError",
-            "leave replicas out",
-        ),
-        (lambda: tagc.wrap(mixed, "loco-4bit"), "ValueError", "replicated over different ranks"),
-        (lambda: tagc.wrap(sharded, rules), "PolicyError", 'replicas=mesh["replicate"]'),
-    ):
-        kind, text = fails(call)
-        assert (kind, message in text) == (expected, True), text
 
 
 def test_a_torch_whose_all_reduce_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

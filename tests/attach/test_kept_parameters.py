@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import tagc
 from parity.model import loss_of
 from parity.option import wrap_blocks
-from support import small_net
+from support import oracle, small_net
 from support.block_net import RECOMPUTED, net, recomputing, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
@@ -46,27 +46,18 @@ def test_all_ranks_get_every_shard_rounded_to_its_blocks(
         with torch.no_grad():
             model(torch.zeros(2, 7, dtype=dtype))
     changed = 0
-    levels = 2 ** (bits - 1) - 1
     for unit, _, inp, out in calls:
         everywhere = gathered(out)
         torch.testing.assert_close(everywhere[0], everywhere[rank], **EXACT)
-        shards = gathered(inp)
-        rows = out.view(world_size, -1)
+        shards, rows = gathered(inp), out.view(world_size, -1)
         for segment in unit.plan.segments:
             span = slice(segment.start, segment.stop)
-            if not segment.compressed:
-                torch.testing.assert_close(rows[:, span], shards[:, span], **EXACT)
-                continue
-            changed += int((rows[:, span] != shards[:, span]).sum())
-            for row, shard in zip(rows[:, span].double(), shards[:, span].double(), strict=True):
-                for at in range(0, shard.numel(), 32):
-                    part = shard[at : at + 32]
-                    # Half a step; the scale is rounded to 8 bits, the value to the dtype.
-                    step = part.abs().max() / levels * (1 + 2**-8)
-                    clipped = part.abs().max() * 2**-8
-                    rounding = part.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-24)
-                    error = (row[at : at + 32] - part).abs()
-                    assert (error <= step / 2 + clipped + rounding).all()
+            expected = shards[:, span].clone()
+            for row in expected if segment.compressed else ():
+                sent = oracle.quantize_row(row.float().numpy(), bits, 32)
+                row.copy_(torch.from_numpy(oracle.elements_of(sent, len(row))))
+            torch.testing.assert_close(rows[:, span], expected, **EXACT)
+            changed += int((expected != shards[:, span]).sum())
     assert changed
 
 

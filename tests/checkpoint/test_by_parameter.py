@@ -1,10 +1,10 @@
-"""State by parameter: names of parts, where their elements lie, and what one layout takes over from
-another."""
+"""State by parameter: names of parts, and what one layout takes over from another.
+Where elements lie in every layout is in `test_layouts.py`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,7 @@ import tagc
 from support.states import stored
 from tagc.checkpoint.by_parameter import Elements, ParamLocation, Part, UnitState, split_part
 from tagc.checkpoint.resharding import merged, plan_merge
-from tagc.plan import Box, FlatBuffer, UnitInfo, UnitParam, UnitPlan, build_plan, slices_of, span_of
-from tagc.plan.param_slices import param_slices
+from tagc.plan import Box, UnitInfo, UnitParam, build_plan, span_of
 from tagc.policy import Policy
 
 
@@ -69,160 +68,12 @@ def test_parts_that_are_in_no_parameter(name: str) -> None:
         split_part(name)[1].boxes((4, 4), 0)
 
 
-# Where elements lie
-
-RULE = {"when": {"name": ["a", "b", "c"]}, "codec": {"kind": "quantized", "block": 32}}
-LEAD = RULE | {"feedback": {"kind": "residual", "lead": 0.5}}
-SHAPES = {"a": (6, 40), "n": (7,), "b": (5, 64), "c": (12, 8)}
-
-
-def sharded(ranks: int, dim: int = 0, **options: Any) -> UnitInfo:
-    """A unit whose parameters are cut along ``dim``, which must divide by the ranks if not 0."""
-    params = []
-    for name, shape in SHAPES.items():
-        d = dim if len(shape) > 1 else 0
-        local = (*shape[:d], -(-shape[d] // ranks), *shape[d + 1 :])
-        params.append(UnitParam(name=name, shape=shape, columns=math.prod(local), dim=d))
-    return UnitInfo(
-        name="u", params=tuple(params), world_size=ranks, dtype=torch.float32, **options
-    )
-
-
-def planned(info: UnitInfo, rule: dict[str, Any]) -> UnitPlan:
-    (unit,) = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]}), gloo=True).units
-    return unit
-
-
-def row_of(plan: UnitPlan, shard: int, values: dict[str, Tensor]) -> Tensor:
-    """A shard of the whole unit, with padding that is not a number, found one by one."""
-    row = torch.full((plan.columns,), math.nan)
-    for segment in plan.segments:
-        column = segment.start
-        for param in segment.params:
-            pieces = values[param.name].chunk(plan.info.world_size, param.dim)
-            mine = pieces[shard].flatten() if shard < len(pieces) else row[:0]
-            row[column : column + len(mine)] = mine
-            column += param.columns
-    return row
-
-
-def check_places(
-    plan: UnitPlan, shard: int, kinds: dict[str, dict[int, Tensor]], values: dict[str, Tensor]
-) -> None:
-    """Whether what is taken has a parameter's elements; and what is put is taken again."""
-    rules = dict.fromkeys(kinds.get("sent", ()), SimpleNamespace(owner_state="sent"))
-    owed = [kinds["residual"], kinds.get("owner_residual", {}), kinds.get("sent", {})]
-
-    def drop() -> None:
-        for tensor in (tensor for of in owed for tensor in of.values()):
-            tensor.zero_()
-
-    reducer: Any = SimpleNamespace(
-        plan=plan,
-        rules=rules,
-        residuals=owed[0],
-        owner_residuals=owed[1],
-        owner_states=owed[2],
-        drop_owed=drop,
-    )
-    world_size = plan.info.world_size
-    state = UnitState(
-        direction="gradients", reducer=reducer, shard=shard, shards=world_size, replica=shard
-    )
-    if plan.shots is not None:
-        state = replace(state, shard=0, shards=1)
-    taken: dict[str, Tensor] = {}
-    for name, place, tensor in state.residuals():
-        whole = values[place.param.name]
-        expected = [whole[Box.whole(whole.shape).index(box)].flatten() for box in place.boxes]
-        taken[name] = place.take(tensor)
-        assert taken[name].shape == place.shape
-        assert torch.equal(taken[name].flatten(), torch.cat(expected)), name
-        assert split_part(name)[1] == place.part
-    assert len(taken) > 1
-    state.put(taken)
-    for name, place, tensor in state.residuals():
-        assert torch.equal(place.take(tensor), taken[name])
-    assert not any(tensor.isnan().any() for of in owed for tensor in of.values())
-
-
-def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    numbers = torch.arange(1, sum(sizes) + 1, dtype=torch.float32).split(sizes)
-    return {n: t.view(shapes[n]) for n, t in zip(shapes, numbers, strict=True)}
-
-
-@pytest.mark.parametrize(("ranks", "dim", "per_host"), [(3, 0, 1), (4, 1, 1), (4, 0, 2)])
-def test_shards_hold_their_elements(ranks: int, dim: int, per_host: int) -> None:
-    plan = planned(sharded(ranks, dim, ranks_per_host=per_host), LEAD)
-    values = values_of(SHAPES)
-    rows = torch.stack([row_of(plan, shard, values) for shard in range(ranks)])
-    for shard in range(ranks):
-        held = rows if per_host == 1 else rows[shard % per_host :: per_host]
-        kinds: dict[str, dict[int, Tensor]] = {"residual": {}, "sent": {}}
-        for segment in plan.compressed:
-            columns = slice(segment.start, segment.stop)
-            kinds["residual"][segment.start] = held[:, columns].clone()
-            kinds["sent"][segment.start] = rows[shard : shard + 1, columns].clone()
-        check_places(plan, shard, kinds, values)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_shards_of_a_flat_buffer_hold_their_elements(whole: bool) -> None:
-    ranks, values, start, params = 3, values_of(SHAPES), 0, []
-    for name, shape in SHAPES.items():
-        params.append(UnitParam(name=name, shape=shape, columns=math.prod(shape), start=start))
-        start += math.prod(shape)
-    columns = -(-start // ranks)
-    info = UnitInfo(
-        name="u",
-        params=tuple(params),
-        world_size=ranks,
-        dtype=torch.float32,
-        flat=FlatBuffer(columns=columns, whole=whole),
-    )
-    rule = LEAD | {"when": {"name": "*"}} if whole else LEAD
-    plan = planned(info, rule)
-    for shard in range(ranks):
-        kinds: dict[str, dict[int, Tensor]] = {"residual": {}, "sent": {}}
-        for segment in plan.compressed:
-            rows = torch.full((ranks, segment.columns), math.nan)
-            for piece in param_slices(info, segment.params):
-                there = slice(piece.column, piece.column + piece.length)
-                flat = values[piece.param].flatten()
-                rows[piece.row, there] = flat[piece.offset : piece.offset + piece.length]
-            kinds["residual"][segment.start] = rows
-            kinds["sent"][segment.start] = rows[shard : shard + 1].clone()
-        check_places(plan, shard, kinds, values)
-
-
-def test_slices_of_two_shots_hold_their_elements() -> None:
-    ranks, values = 3, values_of(SHAPES)
-    params = tuple(
-        UnitParam(name=name, shape=shape, columns=math.prod(shape))
-        for name, shape in SHAPES.items()
-    )
-    info = UnitInfo(name="u", params=params, world_size=ranks, dtype=torch.float32, replicated=True)
-    plan = planned(info, RULE | {"feedback": {"kind": "residual"}})
-    assert plan.shots is not None
-    for owner in range(ranks):
-        kinds: dict[str, dict[int, Tensor]] = {"residual": {}, "owner_residual": {}}
-        for segment, of_slices in zip(plan.segments, plan.shots.reduce.segments, strict=True):
-            if segment.compressed:
-                rows = torch.full((ranks, of_slices.columns), math.nan)
-                for piece in slices_of(plan, segment):
-                    there = slice(piece.column, piece.column + piece.length)
-                    flat = values[piece.param].flatten()
-                    rows[piece.row, there] = flat[piece.offset : piece.offset + piece.length]
-                kinds["residual"][segment.start] = rows
-                kinds["owner_residual"][segment.start] = rows[owner : owner + 1].clone()
-        check_places(plan, owner, kinds, values)
-
-
 def test_a_parameter_divided_in_another_way_is_named() -> None:
     """Half of its rows, by a placement that says nothing about which ones."""
     param = UnitParam(name="a", shape=(128, 32), columns=1024, local=(32, 32))
-    plan = planned(UnitInfo(name="block", params=(param,), world_size=2, dtype=torch.float32), RULE)
+    info = UnitInfo(name="block", params=(param,), world_size=2, dtype=torch.float32)
+    rule = {"when": {"name": "a"}, "codec": {"kind": "quantized"}}
+    (plan,) = build_plan([info], Policy.load({"schema": 1, "gradients": [rule]})).units
     reducer: Any = SimpleNamespace(
         plan=plan, residuals={0: torch.zeros(2, 1024)}, owner_states={}, rules={}
     )

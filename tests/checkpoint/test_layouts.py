@@ -9,15 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import tagc
+from support import parallel_net, small_net
 from support.distributed import run_ranks
 from support.exact import equal
 from support.layouts import Kept, Layout, kept, totals
 from support.marks import slow
 from support.small_net import local_weights
-from support.states import POLICIES, SAVERS, load, save, set_weights, snapshot
+from support.states import (
+    MATRIX,
+    POLICIES,
+    SAVERS,
+    load,
+    rules,
+    save,
+    set_weights,
+    shipped,
+    snapshot,
+)
+from tagc.policy import data_parallel_policies
 
 FLAT = [Layout(2), Layout(3), Layout(4)]
 HOSTS = [Layout(4, per_host=2), Layout(6, per_host=3), Layout(6, per_host=2)]
@@ -31,6 +44,8 @@ REPLICAS_OF_TENSOR = [Layout(2, tensor=2, replicas=2)]
 # FSDP1 gathers its parameters itself, and cuts matrices anywhere.
 ONLY_FSDP2 = {name for name in POLICIES if name.startswith(("matrix", "changes", "parameters"))}
 ONLY_FSDP2 |= {"inside", "inside warming up"}
+# `auto` chooses anew (`tests/costs/test_auto.py`), and `dense` owes nothing.
+SHIPPED = sorted(set(data_parallel_policies()) - {"auto", "dense"})
 
 
 def cases() -> list[Any]:
@@ -65,12 +80,13 @@ def cases() -> list[Any]:
                     rare = group is REPLICATE and policy not in ("quantized residual", "sketch")
                     is_slow = rare or group is REPLICAS_OF_TENSOR
                     found.append(slow(*case) if is_slow else case)
-    return found
+    two = Layout(2)
+    return found + [(name, SAVERS[i % 2], two, two) for i, name in enumerate(SHIPPED)]
 
 
 def of(policy: str, layout: Layout) -> dict[str, Any]:
     """The policy for the layout's model, and for replicas alike."""
-    chosen = POLICIES[policy]
+    chosen = POLICIES.get(policy) or shipped(policy)
     if layout.tensor:
         of_both = '"first.*.weight", "second.*.weight"'
         chosen = json.loads(json.dumps(chosen).replace(of_both, '"mlp.*"'))
@@ -113,7 +129,7 @@ def loads(
     return mine, snapshot(model)
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(24)
 @pytest.mark.parametrize(("policy", "saver", "old", "new"), cases(), ids=str)
 def test_nothing_is_forgotten(
     tmp_path: Path, policy: str, saver: str, old: Layout, new: Layout
@@ -126,8 +142,8 @@ def test_nothing_is_forgotten(
             equal(theirs, mine)
     after = [mine for mine, _ in loaded]
     before = totals([mine for mine, _, _ in saved])
-    conserved(before, after, narrow="bfloat16" in policy)
-    owes_nothing = policy in ("quantized none", "quantized dithered", "warming up")
+    conserved(before, after, narrow="bfloat16" in policy or policy in SHIPPED)
+    owes_nothing = policy in ("quantized none", "quantized dithered", "warming up", "stateless")
     assert any(total.any() for found in before.values() for total in found) != owes_nothing
 
 
@@ -160,3 +176,47 @@ def conserved(before: dict[str, list[Tensor]], new: list[Kept], *, narrow: bool)
         for total in after[name]:
             assert bool(((total - exact).abs() <= bound).all()), name
             assert bool((total == after[name][0]).all()), f"duplicates of {name} differ"
+
+
+def first_step(rank: int, layout: Layout, policy: Any) -> tuple[Kept, dict[str, Tensor]]:
+    """What a rank owes after it, by parameter, and the gradients of its data in a whole model."""
+    model = layout.wrapped(policy)
+    layout.run(model, rank, range(1))
+    if layout.tensor:
+        torch.manual_seed(1)
+        alone: torch.nn.Module = parallel_net.Block()
+        parallel_net.loss_of(alone, rank // layout.tensor, 0).backward()
+    else:
+        alone = small_net.net()
+        small_net.loss_of(alone, rank, 0).backward()
+    grads = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    return kept(model, layout.shapes), grads
+
+
+IN_TWO_SHOTS = [*DDP, REPLICATE[0]]
+ONE_HOST_EACH = [FLAT[1], *FSDP1[1:], *TENSOR[:2]]
+
+
+@pytest.mark.parametrize(
+    "layout", [*ONE_HOST_EACH, HOSTS[0], Layout(4, "DDP", per_host=2), *IN_TWO_SHOTS], ids=str
+)
+def test_what_is_owed_lies_where_the_gradient_does(layout: Layout) -> None:
+    """Under the parameter's name: what is not sent in the first step is the gradient itself. Ranks
+    of a host owe their sum, tensor-parallel ones their parts."""
+    policy = of("sketch", layout)
+    if layout in IN_TWO_SHOTS:
+        policy = rules(MATRIX, {"kind": "residual"})
+    ranks = run_ranks(first_step, layout.ranks, layout, policy)
+    together = layout.tensor or layout.per_host or 1
+    for first in range(0, layout.ranks, together):
+        some = ranks[first : first + together]
+        owed = {name: parts[0] for name, parts in totals([mine for mine, _ in some]).items()}
+        matrices = [
+            n for n, whole in owed.items() if n.startswith("residual.") and whole.numel() > 40
+        ]
+        assert matrices
+        for name in matrices:
+            grads = [grads[name.removeprefix("residual.gradients.")] for _, grads in some]
+            grad = sum(grads[: layout.per_host or 1], torch.zeros(())).double()
+            same = torch.isclose(owed[name], grad, rtol=1e-4, atol=0)
+            assert same.float().mean() > 0.4, (name, same.float().mean())

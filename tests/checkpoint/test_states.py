@@ -1,4 +1,5 @@
-"""State: what is saved, and that training goes on from it as if it had never stopped."""
+"""State: what is saved, and that training goes on from it as if it had never stopped, also while
+tagc is switched off."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.gathering import recorded
-from support.small_net import local_weights, loss_of
+from support.small_net import local_weights, loss_of, sharded, two_by_two
 from support.states import (
     POLICIES,
+    SKETCH,
     load,
     residual_sums,
+    rules,
     run,
     save,
     set_weights,
@@ -35,33 +36,6 @@ from support.states import (
 )
 from support.units import gathered
 from tagc.collect.copy_gatherer import _warn_of_others
-
-
-@on_ranks(2)
-def test_a_residual_lies_where_the_gradient_does(rank: int, world_size: int) -> None:
-    """What is not sent in the first step is the gradient itself, by rows and by columns sharded."""
-
-    def layers() -> Any:
-        torch.manual_seed(1)
-        return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7))
-
-    alone, model = layers(), layers()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1:] == (6,) else None)
-    wrapped(POLICIES["sketch"], model)
-    x = torch.linspace(-1, 1, 12).view(2, 6) + rank
-    for one in (alone, model):
-        one(x).square().sum().backward()
-    residuals = residual_sums(model)
-    assert set(residuals) == {"0.weight", "1.weight"}
-    for name, residual in residuals.items():
-        grad = alone.get_parameter(name).grad
-        assert grad is not None
-        assert 0.5 < (residual == grad.double()).float().mean() < 1
-    compressor = tagc.compressor(model)
-    state = compressor.state_dict()
-    compressor.load_state_dict(state)
-    equal(compressor.state_dict(), state)
-
 
 # What is in a state
 
@@ -216,3 +190,54 @@ def test_switched_off_for_a_while(rank: int, world_size: int) -> None:
         for _, _, inp, out in calls:
             assert torch.equal(out.view(world_size, -1), gathered(inp))
     assert snapshot(again)
+
+
+# TAGC_DISABLE: training is native, and state is kept
+
+
+@on_ranks(2)
+def test_disabled_is_native_and_keeps_state(rank: int, world_size: int) -> None:
+    policy = POLICIES["sketch"]
+    model = wrapped(policy)
+    run(model, rank, range(2))
+    state = tagc.compressor(model).state_dict()
+    native = sharded()
+    run(native, rank, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAGC_DISABLE", "1")
+        with pytest.warns(UserWarning, match="TAGC_DISABLE=1: tagc compresses nothing; unset it"):
+            disabled = wrapped(policy)
+        with pytest.raises(tagc.PolicyError):
+            wrapped(rules({"kind": "nonsense"}))
+    compressor = tagc.compressor(disabled)
+    compressor.load_state_dict(state)
+    run(disabled, rank, range(3))
+    equal(local_weights(disabled), local_weights(native))
+    equal(compressor.state_dict(), state)
+    assert compressor.plan().rows == tagc.compressor(model).plan().rows
+    compressor.remove()
+
+    fresh = sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAGC_DISABLE", "1")
+        with pytest.warns(UserWarning, match="TAGC_DISABLE"):
+            wrapped(POLICIES["parameters"], fresh)
+    run(fresh, rank, range(2))
+    metrics = tagc.compressor(fresh).metrics()
+    assert metrics.steps == metrics.wire_bytes == metrics.parameter_wire_bytes == 0
+    assert metrics.parameter_error == metrics.residual_norm == 0
+
+
+@on_ranks(4)
+def test_disabled_still_averages_over_replicas(rank: int, world_size: int) -> None:
+    rule = {"when": {"name": "*.weight"}, "codec": SKETCH}
+    model, replicas = two_by_two()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAGC_DISABLE", "1")
+        with pytest.warns(UserWarning, match="TAGC_DISABLE"):
+            wrapped({"schema": 1, "gradients": [rule]}, model, replicas=replicas)
+    dense, replicas = two_by_two()
+    tagc.wrap(dense, "dense", replicas=replicas)
+    run(model, rank, range(3))
+    run(dense, rank, range(3))
+    equal(local_weights(model), local_weights(dense))

@@ -3,6 +3,7 @@ stop, and what ranks do not reach is owed as before."""
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from support.distributed import on_ranks
 from support.exact import EXACT
 from support.fsdp1_net import quietly, sharded
 from support.host_reducers import host_reducer
-from support.launching import missing_mask
+from support.launching import missing_mask, sketch_of
 from support.units import gathered, matrix_plan, normal, on_grid, unit_reducer
 from tagc.codecs.sketch import SketchPlan
 from tagc.collect import ReplicaAverage, UnitReducer
@@ -91,7 +92,7 @@ class Backward:
             average = ReplicaAverage(self.reducer, group(), lambda: not stays, lambda: names)
             average(out, SUM)
             for other in gathered(out):
-                torch.testing.assert_close(other, out, **EXACT)
+                torch.testing.assert_close(other, out, equal_nan=True, **EXACT)
         else:
             self.reducer.reduce(out, buffer[:, ~missing].flatten(), group(), SUM, reached=names)
         found = torch.zeros(plan.columns)
@@ -205,6 +206,43 @@ def conserves(backward: Backward, accounts: Accounts, rank: int, draw: Callable)
     assert not reducer.waiting
     assert gathered(accounts.owed()).any()
     assert all(count.unresolved == 0 for count in reducer.selection_counts())
+
+
+@pytest.mark.some(16)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "route", "codec", "feedback", "bad"),
+    [
+        (n, route, codec, feedback, bad)
+        for n, route, codec, feedback, _ in cases()
+        for bad in (math.nan, math.inf)
+        if "FSDP1" not in route and "warm" not in codec
+    ],
+)
+def test_what_is_not_finite_shows_once(
+    rank: int, world_size: int, route: str, codec: str, feedback: str, bad: float
+) -> None:
+    """In its segment, at the owner of its shard, or in all replicas, in the same step; and it is
+    never owed. Also in the first step, in which thresholds are sampled."""
+    made = backwards(route, rank, world_size, CODECS[codec], FEEDBACKS[feedback])
+    with made as (backward,):
+        reducer, plan = backward.reducer, backward.reducer.plan
+        names, owner = {param.name for param in plan.info.params}, world_size - 1
+        for step in range(4):
+            buffers = normal(world_size, plan.columns, step)[:, : 1 if plan.for_all else None]
+            hit = plan.segments[step % len(plan.segments)] if step % 2 == 0 else None
+            if hit is not None:
+                buffers[0, 0 if plan.for_all else owner, hit.start + 4] = bad
+            out = backward(buffers[rank], names, stays=False)
+            for segment in plan.segments:
+                finite = bool(out[segment.start : segment.stop].isfinite().all())
+                assert finite != (segment is hit and (plan.for_all or rank == owner)), segment
+            if hit is not None and (plan.for_all or rank == owner):
+                assert not out[hit.start + 4].isfinite()
+            kept = (reducer.residuals, reducer.owner_residuals, reducer.owner_states)
+            assert all(t.isfinite().all() for stored in kept for t in stored.values())
+            if reducer.programs.sketches is not None:
+                assert sketch_of(reducer).threshold.isfinite().all()
 
 
 @pytest.mark.some(6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.torch_kernels import TorchKernels
 from tagc.ops.fingerprint import fingerprint
 
 SIZES = (0, 1, 2, 5, 1023, 1024, 100_003)
@@ -51,12 +53,22 @@ def test_any_single_bit_is_seen() -> None:
             assert bool((fingerprint(one) != before).all())
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations that neither make a view nor allocate."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not (view or "empty" in func._schema.name or "detach" in func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("numel", [2 * 1021 * 1024, 3 * 4096 * 1024])
 def test_a_unit_takes_a_few_launches(numel: int) -> None:
     """Codec `delta` takes two fingerprints of every unit in a step."""
-    launches: list[int] = []
     values = torch.zeros(numel, dtype=torch.bfloat16, device="meta")
     fingerprint(values)  # makes the weights
-    with TorchKernels(launches.append):
+    with Launches() as launches:
         fingerprint(values)
-    assert len(launches) <= 5
+    assert 0 < launches.count <= 5

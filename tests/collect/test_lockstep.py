@@ -1,4 +1,5 @@
-"""Ranks that are not at the same collective: an error on all of them that names both."""
+"""Ranks that are not at the same collective, or at another part of a unit: an error on all of them
+that names both. And what backwards that reach a part of a unit send."""
 
 from __future__ import annotations
 
@@ -9,99 +10,101 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
-import tagc
-from support.block_net import wrap
 from support.distributed import on_ranks
+from support.exact import EXACT
 from support.failing import fails
 from support.host_reducers import host_reducer, in_two_levels
-from support.units import codec_plan, plan_of
+from support.launching import missing_mask
+from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer
 from tagc.codecs.workspace import Workspace
 from tagc.collect import Transport, UnitReducer
+from tagc.collect.lockstep import DesyncError
 from tagc.ops import get_ops
+from tagc.plan import UnitPlan
 from tagc.policy import Policy
 
-QUANTIZED = {"when": {"name": "*"}, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
-SKETCH = {"when": {"name": "*"}, "codec": {"kind": "sketch", "density": 0.3}}
-POLICIES: dict[str, dict[str, Any]] = {
-    "8 bits": {"schema": 1, "gradients": [QUANTIZED], "parameters": [QUANTIZED]},
-    "sketch": {"schema": 1, "gradients": [SKETCH]},
-    "hybrid": {"schema": 1, "gradients": [SKETCH], "parameters": [QUANTIZED]},
-}
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+A, B, C, D = (f"{name}.weight" for name in "abcd")
+ALL = [
+    {"kind": "quantized", "bits": 4, "block": 32},
+    {"kind": "sketch", "density": 0.3},
+    {"kind": "sketch", "density": 0.3, "support": "shared"},
+]
 
 
-class Skipping(nn.Module):
-    """Three blocks, of which any can be left out; the first is as large as the second."""
-
-    def __init__(self, last: int) -> None:
-        super().__init__()
-        sizes = [(16, 16), (16, 16), (16, last)]
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)
-
-    def forward(self, x: Tensor, skipped: int | None) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i != skipped:
-                x = block(x)
-        return x.square().sum()
-
-
-def skipping(policy: Any, last: int = 16) -> Any:
-    torch.manual_seed(1)
-    model = Skipping(last)
-    for block in model.blocks:
-        fully_shard(block)
-    return wrap(fully_shard(model), policy)
+def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str], op: Any = SUM) -> Tensor:
+    """What FSDP would hand over of ``buffer`` ``[W, S]``, and what comes out, in the plan's columns
+    and zero elsewhere."""
+    group = dist.group.WORLD
+    assert group is not None
+    missing = missing_mask(reducer.plan, reached)
+    inp = buffer[:, ~missing]
+    out = torch.full((inp.shape[1],), torch.nan, dtype=buffer.dtype)
+    whole = not missing.any()
+    reducer.reduce(out, inp.reshape(-1), group, op, reached=None if whole else reached)
+    found = torch.zeros(buffer.shape[1], dtype=buffer.dtype)
+    found[~missing] = out
+    return found
 
 
-@pytest.mark.some(3)
+def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
+    """The buffers, zero for parameters that were not reached."""
+    missing = missing_mask(plan, reached)
+    return buffers.masked_fill(missing, 0)
+
+
 @on_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("name", "skipped", "last"),
-    [
-        ("8 bits", 0, 40),
-        ("8 bits", 1, 16),
-        ("hybrid", 1, 40),
-        ("sketch", 1, 16),
-    ],
-)
-def test_a_rank_that_leaves_out_a_unit(
-    rank: int, world_size: int, name: str, skipped: int, last: int
-) -> None:
-    """One rank in this step, another one in the next: never a result with another unit's message,
-    and never a crash of the process."""
-    model = skipping(POLICIES[name], last)
-    x = torch.randn(4, 16)
-    model(x, None).backward()
-
-    def steps() -> None:
-        for leaves_out in (1, 0):
-            model(x, skipped if rank == leaves_out else None).backward()
-
-    kind, text = fails(steps)
-    assert kind == "DesyncError", text
-    assert "ranks are at different collectives" in text, text
-    # Whether in forward or in backward: the one that was left out, and the next.
-    assert f"unit 'blocks.{skipped}'" in text
-    assert text.count("of unit") == 2
-    assert "some ranks leave out" in text
-    assert "the gathering of parameters" in text
+def test_dense_parameters_alone_are_not_sent_in_a_message(rank: int, world_size: int) -> None:
+    plan = codec_plan(world_size, ALL[0], {"kind": "residual"})
+    reducer = unit_reducer(plan)
+    buffers = only(on_grid(world_size, plan.columns, 0), plan, {B, D})
+    found = reduce_part(reducer, buffers[rank], {B, D}, AVG)
+    torch.testing.assert_close(found, buffers[:, rank].mean(0), rtol=2.0**-23, atol=0)
+    assert reducer.wire_bytes == (world_size - 1) * 4 * (30 + 5)
 
 
 @on_ranks(2)
-def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
-    """As after a load of states of different steps."""
-    model = skipping(POLICIES["8 bits"])
-    x = torch.randn(4, 16)
-    model(x, None).backward()
-    if rank == 1:
-        for reducer in tagc.compressor(model).reducers:
-            reducer.counters.steps += 1
-    kind, text = fails(lambda: model(x, None).backward())
-    assert kind == "DesyncError", text
-    assert "(step 1, " in text
-    assert "(step 2, " in text
+@pytest.mark.parametrize("codec", ALL[1:], ids=["sketch", "shared"])
+def test_thresholds_do_not_follow_the_zeros(
+    rank: int, world_size: int, codec: dict[str, Any]
+) -> None:
+    """Where a backward reaches nothing that the codec selects from, first or in between."""
+    rules = {
+        "schema": 1,
+        "gradients": [
+            {"when": {"name": "a.*"}, "codec": codec},
+            {"when": {"name": "c.*"}, "codec": ALL[0]},
+        ],
+    }
+    plan = plan_of(2, torch.float32, Policy.load(rules))
+    disturbed, quiet = unit_reducer(plan), unit_reducer(plan)
+    for step in range(4):
+        zeros = torch.zeros(2, plan.columns)
+        reduce_part(disturbed, zeros, {B, C})
+        buffer = on_grid(2, plan.columns, step)[rank]
+        one, other = (reduce_part(made, buffer, {A, B, C, D}) for made in (disturbed, quiet))
+        mine = slice(0, 911)
+        torch.testing.assert_close(one[mine], other[mine], **EXACT)
+
+
+@on_ranks(4)
+def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: int) -> None:
+    """Of equal sizes, too; and on hosts, where neighbours differ, and where hosts do."""
+    plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "none"})
+    for mine, others in (({"c0.weight"}, {"c1.weight"}), ({"b.weight"}, {"a.weight"})):
+        buffer = on_grid(world_size, plan.columns, 0)[rank]
+        with pytest.raises(DesyncError, match="some of its parameters only"):
+            reduce_part(unit_reducer(plan), buffer, mine if rank == 0 else others)
+    plan = in_two_levels(codec_plan(4, ALL[0]), ALL[0])
+    for differs in (rank % 2, rank // 2):
+        buffer = on_grid(4, plan.columns, 0)[rank]
+        with (
+            host_reducer(rank, plan) as reducer,
+            pytest.raises(DesyncError, match="some of its parameters only"),
+        ):
+            reduce_part(reducer, buffer, {A} if differs else {C})
 
 
 SUM = dist.ReduceOp.SUM
@@ -118,6 +121,20 @@ def reducer(label: str) -> UnitReducer:
     plan = codec_plan(2, {"kind": "quantized"}, {"kind": "residual"})
     plan = replace(plan, info=replace(plan.info, name=label))
     return UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
+
+
+@on_ranks(2)
+def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
+    """As after a load of states of different steps. Units that a rank leaves out are in
+    `tests/attach/test_desyncs.py`."""
+    unit = reducer("a")
+    out, buffer = torch.empty(unit.plan.columns), torch.randn(2 * unit.plan.columns)
+    unit.reduce(out, buffer, world(), SUM)
+    unit.counters.steps += rank
+    kind, text = fails(lambda: unit.reduce(out, buffer, world(), SUM))
+    assert kind == "DesyncError", text
+    assert "(step 1, " in text
+    assert "(step 2, " in text
 
 
 @on_ranks(2)

@@ -11,34 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 import tagc
 from parity.model import loss_of as token_loss
-from support import replicated_net
+from support import small_net
 from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
 from support.marks import slow
-from support.paths import ROOT
 from support.small_net import loss_of
-from support.states import POLICIES, QUANTIZED, wrapped
+from support.states import POLICIES, QUANTIZED, shipped, wrapped
 from tagc.codecs.workspace import Workspace
 from tagc.collect.replay import Replay
 
-SHIPPED = sorted(file.stem for file in (ROOT / "policies").glob("*.yaml"))
+SHIPPED = sorted(tagc.policies())
 # Of every kind of state one that has it.
 QUICK = ("matrix lead", "sketch shared", "thrifty")
-
-
-def shipped(name: str) -> dict[str, Any]:
-    """A policy that comes with the library, for weights of any size and role."""
-    policy = yaml.safe_load((ROOT / "policies" / f"{name}.yaml").read_text())
-    for rule in (*policy["gradients"], *policy.get("parameters", [])):
-        if rule["when"]:
-            # Roles are not those of the small model.
-            rule["when"] = {"min_numel": 1}
-    return policy
 
 
 def tensors_of(thing: Any, seen: set[int], at: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -113,5 +101,5 @@ def test_on_hosts_and_across_replicas(rank: int, world_size: int) -> None:
     check(wrapped(POLICIES["inside"], hosts=2), rank, loss_of)
     feedback = {"kind": "residual", "lead": 0.5}
     rule = {"when": {"name": "*.weight"}, "codec": QUANTIZED, "feedback": feedback}
-    model, _ = replicated_net.wrapped({"gradients": [rule], "replicas": [rule]})
+    model, _ = small_net.wrapped({"gradients": [rule], "replicas": [rule]})
     check(model, rank, loss_of)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import tagc
 from support.distributed import as_on_nccl, on_ranks
 from tagc.attach import ddp
-from tagc.codecs.matrix import MatrixPlan
 from tagc.commands.cli import main
 from tagc.costs import Link
 from tagc.plan import format_bytes
@@ -178,15 +177,3 @@ def test_explain_ddp_in_python() -> None:
     assert [p.name for p in plan.units[0].info.params] == [
         *("0.weight", "0.bias", "2.weight", "2.bias")
     ]
-
-
-def test_stacked_experts_are_explained_as_they_are_wrapped():
-    """Each of those in a shard is a matrix, with scales of its own."""
-    shapes = {"layers.0.mlp.experts.gate_up_proj": (64, 1024, 512)}
-    plan = tagc.explain(shapes, "one-bit", world_size=4)
-    (segment,) = plan.units[0].segments
-    assert isinstance(segment.codec, MatrixPlan)
-    assert [(m.rows, m.columns) for m in segment.codec.layouts] == [(1024, 512)] * 16
-    ((together, columns, words),) = segment.codec.runs
-    assert together.count == 16
-    assert (columns, words) == (slice(0, segment.columns), slice(0, segment.codec.words))

@@ -6,7 +6,6 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -152,31 +151,6 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(ModelError, match=r"several safetensors files.*a\.safetensors, b\."):
         load_model(str(tmp_path))
-
-
-GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer.*git lfs pull"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "not a safetensors file, or truncated"),
-        (struct.pack("<Q", 2) + b"{]", "not a safetensors file or index"),
-        ({}, "names no tensors"),
-        ({"w": GOOD | {"shape": [-1]}}, "'w' has no valid dtype, shape"),
-        ({"w": 3}, "'w' has no valid dtype, shape"),
-        ({"w": GOOD | {"dtype": "U8"}}, "most of it is U8, as in a quantized.*config.json"),
-    ],
-)
-def test_headers_that_are_not_valid(tmp_path: Path, content: Any, message: str) -> None:
-    if isinstance(content, dict):
-        header = json.dumps(content).encode()
-        content = struct.pack("<Q", len(header)) + header
-    file = tmp_path / "bad.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(ModelError, match=message):
-        load_model(str(file))
 
 
 def test_a_folder_without_a_model(tmp_path: Path, stand_in: list[str | None]) -> None:

@@ -1,55 +1,96 @@
-"""What `tagc explain` and `tagc advise` refuse, and the remedy that they name.
+"""What `tagc explain` and `tagc advise` refuse, also of input that is wrong on purpose: one clear
+error that names it and the remedy, in seconds, and no traceback.
 
 An option without an effect is an error, too: `tests/test_options.py`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tagc.basics.files import read_regular
 from tagc.commands.cli import main
+from tagc.plan.table import _numbers
+from tagc.policy import Policy, PolicyError
+from tagc.policy.roles import layer_of
+
+pytestmark = pytest.mark.timeout(60)
 
 ADVISE = ["advise", "--bandwidth", "1Gbit"]
 OF_7B = [*ADVISE, "--params", "7e9", "--world", "64"]
 MESH = ["advise", "--params", "7B", "--bandwidth", "1Gbit", "--tokens", "8192"]
 SITES = [*ADVISE, "--params", "1B", "--sites", "4"]
+OF_WORLD = [*ADVISE, "--world", "64"]
+LINK = ("--world", "64", "--bandwidth", "10Gbit")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+TENSOR = {"dtype": "F32", "shape": [512, 512], "data_offsets": [0, 512 * 512 * 4]}
+DIGITS = "9" * 5_000
 
 
-def refused(capsys: Any, argv: list[str]) -> str:
-    """What the command says of its input, with the exit status 2."""
+def refused(capsys: Any, *argv: str) -> str:
+    """What the command says of its input: a line or a few, and the exit status 2."""
     try:
-        status = main(argv)
+        status = main([*argv])
     except SystemExit as stopped:  # argparse
         status = stopped.code
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
-    return err
+    printed = capsys.readouterr()
+    assert status == 2, printed
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    printed.err.encode()
+    assert 0 < len(printed.err.strip().splitlines()[-1]) < 1_000
+    return printed.err
+
+
+def headed(path: Path, header: object) -> Path:
+    """A safetensors file of a header alone, or of these bytes."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(content if content is header else struct.pack("<Q", len(content)) + content)
+    return path
+
+
+def written(path: Path, data: object) -> Path:
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
-        (["hybrid", "--params", "7e9"], "tagc explain 7e9 --policy hybrid --world 64"),
-        (["7e9"], "give --world"),
-        (["1e6", "--world", "4", "--policy", "auto"], "chooses by the link: give --bandwidth"),
-        (["1e6", "--world", "1", "--ddp"], "--world 1 with --ddp sends nothing"),
-        (["1e6", "--world", "4", "--ddp", "--policy", "half-bit"], "feedback.lead 'measured'"),
-        (["1B", "--world", "8", "--policy", "sites"], "give their number, at least 2 (--sites)"),
-        (["7B", "--mesh", "tp=8"], "give --tokens"),
-        (["7B", "--mesh", "tp:8", "--tokens", "1"], "is no mesh"),
-    ],
-)
-def test_explain(argv: list[str], message: str, capsys: Any) -> None:
-    assert message in refused(capsys, ["explain", *argv])
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+        (["explain", "hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
+        (["explain", "hybrid", "--params", "7e9"], "tagc explain 7e9 --policy hybrid --world 64"),
+        (["explain", "7e9"], "give --world"),
+        (
+            ["explain", "1e6", "--world", "4", "--policy", "auto"],
+            "chooses by the link: give --bandwidth",
+        ),
+        (["explain", "1e6", "--world", "1", "--ddp"], "--world 1 with --ddp sends nothing"),
+        (
+            ["explain", "1e6", "--world", "4", "--ddp", "--policy", "half-bit"],
+            "feedback.lead 'measured'",
+        ),
+        (
+            ["explain", "1B", "--world", "8", "--policy", "sites"],
+            "give their number, at least 2 (--sites)",
+        ),
+        (["explain", "7B", "--mesh", "tp=8"], "give --tokens"),
+        (["explain", "7B", "--mesh", "tp:8", "--tokens", "1"], "is no mesh"),
         ([*OF_7B, "--bandwidth", "10Gbits"], "'10Gbits' is not a bandwidth: write a number and"),
         ([*OF_7B, "--bandwidth", "0Gbit"], "'0Gbit' is not a bandwidth above zero"),
         ([*OF_7B, "--latency", "5"], "'5' is not a time: write a number"),
@@ -64,21 +105,209 @@ def test_explain(argv: list[str], message: str, capsys: Any) -> None:
         ([*OF_7B, "--policy", "hybird"], "did you mean 'hybrid'?"),
         ([*MESH, "--mesh", "dp=4", "--ranks-per-host", "3"], "do not divide by --ranks-per-host 3"),
         ([*SITES, "--world", "6"], "--world 6 does not divide by --sites 4"),
+        (
+            [*OF_WORLD, "--model", "no_such:make"],
+            "cannot import module 'no_such' of 'no_such:make'",
+        ),
+        ([*OF_WORLD, "--model", "json:make"], "module 'json' has no function 'make'"),
+        ([*OF_WORLD, "--model", "json:dumps"], "json:dumps failed on the meta device: TypeError"),
+        ([*OF_WORLD, "--model", "os:getcwd"], "os:getcwd returned str, neither an nn.Module"),
+        ([*OF_WORLD, "--model", "no.json"], "cannot read a model from no.json: No such file"),
     ],
 )
-def test_advise(argv: list[str], message: str, capsys: Any) -> None:
-    assert message in refused(capsys, argv)
+def test_command_lines(argv: list[str], message: str, capsys: Any) -> None:
+    assert message in refused(capsys, *argv)
+
+
+NAMES = (f"layers.{DIGITS}.w", "a\0b", "\ud800", "")
+SIZES: tuple[list[int], ...] = ([10**400], [10**9, 10**9], [1] * 17)
+CHANGES: tuple[dict[str, Any], ...] = (
+    *({"num_hidden_layers": layers} for layers in (1_001, 10**400)),
+    {"vocab_size": 10**30},
+    {"hidden_size": 10**16},
+    {"model_type": "mamba9", "text_config": {"num_hidden_layers": 10**9}},
+    {"model_type": "mamba9", "parts": [{"n_routed_experts": 10**9}]},
+    {"model_type": "gpt2", "n_layer": 10**9, "n_embd": 8, "n_positions": 8},
+)
+NO_MODEL = "it is not a model|'w' has no valid dtype, shape"
+FILES: list[tuple[str, Any, str]] = [
+    *(("m.safetensors", {name: TENSOR}, "is not a parameter name") for name in NAMES),
+    *(("m.json", {name: [512, 512]}, "is not a parameter name") for name in NAMES),
+    *(("m.safetensors", {"w": TENSOR | {"shape": sizes}}, NO_MODEL) for sizes in SIZES),
+    *(("m.json", {"w": sizes}, NO_MODEL) for sizes in SIZES),
+    *(
+        ("m.json", LLAMA | change, "|".join([*change, "num_hidden_layers", "n_routed_experts"]))
+        for change in CHANGES
+    ),
+    ("m.json", {f"w{i}": [1] for i in range(200_001)}, "more than 200,000 tensors"),
+    ("m.safetensors", b"version https://git-lfs.github.com/spec/v1", "a git-lfs pointer.*lfs pull"),
+    ("m.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "not a safetensors file, or truncated"),
+    ("m.safetensors", struct.pack("<Q", 2) + b"{]", "not a safetensors file or index"),
+    ("m.safetensors", {}, "names no tensors"),
+    ("m.safetensors", {"w": TENSOR | {"shape": [-1]}}, "'w' has no valid dtype, shape"),
+    ("m.safetensors", {"w": 3}, "'w' has no valid dtype, shape"),
+    (
+        "m.safetensors",
+        {"w": TENSOR | {"dtype": "U8"}},
+        "most of it is U8, as in a quan.*config.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILES, ids=lambda x: f"{x!r:.40}")
+def test_files_of_models(
+    tmp_path: Path, capsys: Any, name: str, content: object, message: str
+) -> None:
+    path = (written if name == "m.json" else headed)(tmp_path / name, content)
+    assert re.search(message, refused(capsys, "explain", str(path), "--world", "4"))
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("no_such:make", "cannot import module 'no_such' of 'no_such:make'"),
-        ("json:make", "module 'json' has no function 'make'"),
-        ("json:dumps", "json:dumps failed on the meta device: TypeError"),
-        ("os:getcwd", "os:getcwd returned str, neither an nn.Module"),
-        ("no.json", "cannot read a model from no.json: No such file"),
-    ],
+    "file",
+    ["a\0.safetensors", "\ud800.safetensors", "/etc/passwd", "..", "a/b"],
 )
-def test_models(model: str, message: str, capsys: Any) -> None:
-    assert message in refused(capsys, [*ADVISE, "--world", "64", "--model", model])
+def test_names_of_files_in_an_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    headed(tmp_path / "a.safetensors", {"w": TENSOR})
+    index = written(tmp_path / "model.safetensors.index.json", {"weight_map": {"w": file}})
+    for model in (index, tmp_path):
+        error = refused(capsys, "explain", str(model), "--world", "4")
+        assert "is not the name of a safetensors file beside it" in error
+
+
+ENDLESS = ("/dev/zero", "/dev/full", "pipe")
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_files_without_an_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if what == "pipe":
+        os.mkfifo(tmp_path / "pipe")
+    for name in ("model.json", "model.safetensors", "policy.yaml"):
+        os.symlink(what, tmp_path / name)
+    index = {"weight_map": {"w": "model.safetensors"}}
+    written(tmp_path / "i.json", index)
+    written(tmp_path / "mine.yaml", "schema: 1\nextends: policy.yaml\n")
+    for argv in (
+        ("explain", "model.json", "--world", "4"),
+        ("explain", "model.safetensors", "--world", "4"),
+        ("explain", "i.json", "--world", "4"),
+        ("advise", "--model", "model.json", *LINK),
+        ("validate", "policy.yaml"),
+        ("show", "mine.yaml"),
+        ("advise", "--params", "7B", *LINK, "--policy", "mine.yaml"),
+    ):
+        assert "not a regular file" in refused(capsys, *argv)
+
+
+def test_files_beyond_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "large").write_bytes(bytes(9))
+    assert read_regular(tmp_path / "large", 9) == bytes(9)
+    with pytest.raises(OSError, match="larger than 8 bytes"):
+        read_regular(tmp_path / "large", 8)
+    for name, size in (("p.yaml", 1_000_001), ("m.json", 100_000_001)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)  # takes no room on the disk
+    assert "larger than 1,000,000" in refused(capsys, "validate", str(tmp_path / "p.yaml"))
+    error = refused(capsys, "explain", str(tmp_path / "m.json"), "--world", "4")
+    assert "larger than 100,000,000" in error
+
+
+@pytest.mark.parametrize("extends", ["/etc/passwd", "../base.yaml", "a/../../base.yaml", ".."])
+def test_a_policy_stays_in_its_folder(tmp_path: Path, extends: str) -> None:
+    (tmp_path / "own").mkdir()
+    written(tmp_path / "base.yaml", "the secret: of another file\n")
+    path = written(tmp_path / "own" / "mine.yaml", f"schema: 1\nextends: {extends}\n")
+    with pytest.raises(PolicyError, match=r"no built-in policy|is not in the folder") as caught:
+        Policy.load(path)
+    assert "secret" not in str(caught.value)
+    assert "root:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--params", v) for v in ("1e400", DIGITS, "1e15", "0", "5e-324")),
+        *(("--latency", v) for v in ("1e400s", "1e10s", "nans")),
+        *(("--bandwidth", v) for v in ("1e400bit", "1e-320bit", "0bit")),
+        *(("--inside-bandwidth", v) for v in ("1e400bit", "infGB")),
+        *(("--memory-bandwidth", v) for v in ("1e400bit",)),
+        *(("--device-memory", v) for v in ("1e400GB", "0GB")),
+        *(("--step-time", v) for v in ("1e400s",)),
+        *(("--tflops", v) for v in ("inf", "nan", "1e-320")),
+        *(("--tokens-per-rank", v) for v in ("1e400",)),
+        *(("--micro-batches", v) for v in ("1e400", "0")),
+        *(("--world", v) for v in ("1e12", "0", "-1")),
+        *(("--ranks-per-host", v) for v in ("1e400",)),
+        *(("--replicas", v) for v in ("1e400",)),
+        *(("--overlap", v) for v in ("nan", "1.1")),
+        *(("--model", v) for v in ("a" * 5_000, "\ud800.json", "a\0:f", ":")),
+    ],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_numbers_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    common = [*LINK, "--tflops", "100", "--tokens-per-rank", "1000"]
+    model = [] if option in ("--params", "--model") else ["--params", "125M"]
+    if option == "--step-time":
+        common = [*LINK]
+    error = refused(capsys, "advise", *model, *common, f"{option}={value}")
+    assert option in error or repr(value)[1:9] in error or "e+" in error
+
+
+def test_a_symbol_too_narrow_for_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = "{when: {}, codec: {kind: sketch, density: 0.01, symbol: int8x4}}"
+    path = written(tmp_path / "mine.yaml", f"schema: 1\ngradients: [{rule}]\n")
+    error = refused(capsys, "explain", "125M", "--world", "1000", "--policy", str(path))
+    assert "codec 'sketch' of model" in error
+    assert "symbol int8x4 cannot hold a sum over 1000 ranks" in error
+
+
+def test_the_bounds_themselves_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    for bandwidth, latency in (("1e18B", "0s"), ("0.01bit", "1e9s")):
+        options = ("--world=64", f"--bandwidth={bandwidth}", f"--latency={latency}", "--json")
+        assert main(["advise", "--params=1M", *options, "--step-time=1e9s"]) == 0
+        json.loads(capsys.readouterr().out)
+
+
+def test_numbers_in_the_names_of_modules() -> None:
+    """`tagc.wrap` reads them, too, and Python makes no number of more than 4,300 digits."""
+    assert layer_of("layers.12.w") == 12
+    assert layer_of(f"layers.{DIGITS}.w") is None
+    assert _numbers(f"layers.3.{DIGITS}.w") == (3,)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.sampled_from([10**30, 2**63, "\ud800", "a\0", "F32", "llama", "../x"])
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    key=st.sampled_from(["config", "index", "header", "shapes"]),
+    name=st.sampled_from([*LLAMA, "architectures", "shape", "dtype", "data_offsets", "w"]),
+    value=JSON,
+)
+def test_any_value_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, key: str, name: str, value: object
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    if key == "header":
+        path = headed(folder / "m.safetensors", {"w": TENSOR | {name: value}, "v": TENSOR})
+    else:
+        data = {"config": LLAMA | {name: value}, "index": {"weight_map": {name: value}}}
+        path = written(folder / "m.json", data.get(key, {name: value, "v": [64, 64]}))
+    assert main(["explain", str(path), "--world", "4", "--policy", "stateless"]) in (0, 2)

@@ -14,7 +14,7 @@ A case passes if, over several backwards with data of each rank and step,
   quantization step of each.
 
 Options are in `fsdp2_options.py`, `fsdp1_options.py` and `ddp_options.py`, the other axes in
-`dtypes.py` and `policies.py`; `cases.py` combines them, `running.py` decides, `sums.py` says what
+`option.py`; `cases.py` combines them, `running.py` decides, `sums.py` says what
 may differ. Another API is another `Api` in `apis.APIS`: how to shard a model for it, and where its
 gradients are.
 """

@@ -11,8 +11,7 @@ import torch
 from . import __doc__ as about
 from .apis import APIS
 from .cases import Case, cases, quick_cases
-from .dtypes import DTYPES
-from .policies import POLICIES
+from .option import DTYPES, POLICIES
 from .running import Outcome, run
 
 _SIGNS = {"passed": "✓", "refused": "refused", "failed": "**FAILED**"}

@@ -20,12 +20,10 @@ from tagc.plan import UnitPlan
 
 from .ddp_options import DDP
 from .ddp_options import HOSTS as DDP_HOSTS
-from .dtypes import DTYPES, Dtype
 from .fsdp1_options import FSDP1
 from .fsdp2_options import FSDP2, HOSTS, REPLICAS, REPLICATED
-from .meshes import two_by_two
 from .model import Net
-from .option import Option
+from .option import DTYPES, Dtype, Option, two_by_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +62,19 @@ def built(option: Option, dtype: Dtype, **where: Any) -> Any:
     torch.manual_seed(1)
     model = Net(**option.net).to(dtype.model)
     option.prepare(model)
-    option.shard(model, mp_policy=dtype.mixed, **where)
+    # FSDP1 and DDP return another module.
+    model = option.shard(model, **where) or model
     option.configure(model)
     return model
+
+
+def fsdp2_built(option: Option, dtype: Dtype, **where: Any) -> Any:
+    return built(option, dtype, mp_policy=dtype.mixed, **where)
+
+
+def fsdp1_built(option: Option, dtype: Dtype) -> Any:
+    mixed = MixedPrecision(param_dtype=dtype.param, reduce_dtype=dtype.reduce)
+    return built(option, dtype, mixed_precision=mixed, device_id=torch.device("cpu"))
 
 
 def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
@@ -87,53 +95,30 @@ def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
         return tagc.wrap(model, spec, **where)
 
 
-def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
-    return wrap(built(option, dtype), policy)
+def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None, **where: Any) -> Any:
+    return wrap(fsdp2_built(option, dtype), policy, **where)
 
 
-def whole_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
-    """Row by row, on hosts."""
+def gradients(model: Any, units: Sequence[UnitPlan], *, whole: bool = False) -> list[Tensor]:
+    """This rank's shards, or whole gradients, row by row on hosts."""
     params: dict[str, Any] = {plain(name): p for name, p in model.named_parameters()}
     found = []
     for unit in units:
-        rows = torch.zeros(unit.rows, unit.columns, dtype=torch.float64)
+        rows = torch.zeros(unit.rows if whole else 1, unit.columns, dtype=torch.float64)
         at = 0
         for param in (p for segment in unit.segments for p in segment.params):
             grad = params[param.name].grad
             if grad is not None:
                 grad = grad.to_local() if isinstance(grad, DTensor) else grad
-                cut = torch.zeros(unit.rows * param.columns, dtype=torch.float64)
+                cut = torch.zeros(len(rows) * param.columns, dtype=torch.float64)
                 cut[: grad.numel()] = grad.flatten()
-                rows[:, at : at + param.columns] = cut.view(unit.rows, -1)
+                rows[:, at : at + param.columns] = cut.view(len(rows), -1)
             at += param.columns
         found.append(rows.flatten())
     return found
 
 
-def fsdp2_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
-    params: dict[str, Any] = {plain(name): p for name, p in model.named_parameters()}
-    found = []
-    for unit in units:
-        columns = torch.zeros(unit.columns, dtype=torch.float64)
-        at = 0
-        for param in (p for segment in unit.segments for p in segment.params):
-            grad = params[param.name].grad
-            if grad is not None:
-                shard = grad.to_local().flatten()
-                columns[at : at + shard.numel()] = shard
-            at += param.columns
-        found.append(columns)
-    return found
-
-
-def fsdp1_built(option: Option, dtype: Dtype) -> Any:
-    torch.manual_seed(1)
-    model = Net(**option.net).to(dtype.model)
-    option.prepare(model)
-    mixed = MixedPrecision(param_dtype=dtype.param, reduce_dtype=dtype.reduce)
-    sharded = option.shard(model, mixed_precision=mixed, device_id=torch.device("cpu"))
-    option.configure(sharded)
-    return sharded
+whole_gradients = partial(gradients, whole=True)
 
 
 def fsdp1_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
@@ -167,48 +152,40 @@ def plain(name: str) -> str:
     return name
 
 
-def ddp_built(option: Option, dtype: Dtype) -> Any:
-    torch.manual_seed(1)
-    model = Net(**option.net).to(dtype.model)
-    option.prepare(model)
-    return option.shard(model)
-
-
 def ddp_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None, **where: Any) -> Any:
     with patch.object(ddp, "UNIT_BYTES", 3000):  # several units
-        return wrap(ddp_built(option, dtype), policy, **where)
+        return wrap(built(option, dtype), policy, **where)
 
 
 def replicas_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
     mesh = two_by_two()
-    return wrap(built(option, dtype, mesh=mesh["shard"]), policy, replicas=mesh["replicate"])
+    return wrap(fsdp2_built(option, dtype, mesh=mesh["shard"]), policy, replicas=mesh["replicate"])
 
 
-def hosts_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
-    return wrap(built(option, dtype), policy, hosts=2)
+hosts_wrapped = partial(fsdp2_wrapped, hosts=2)
 
 
 APIS: dict[str, Api] = {
-    "FSDP2": Api(options=FSDP2, native=built, wrapped=fsdp2_wrapped, gradients=fsdp2_gradients),
+    "FSDP2": Api(options=FSDP2, native=fsdp2_built, wrapped=fsdp2_wrapped, gradients=gradients),
     "FSDP2, replicas": Api(
         options=REPLICAS,
-        native=lambda option, dtype: built(option, dtype, mesh=two_by_two()),
+        native=lambda option, dtype: fsdp2_built(option, dtype, mesh=two_by_two()),
         wrapped=replicas_wrapped,
-        gradients=fsdp2_gradients,
+        gradients=gradients,
         ranks=(4,),
         replicas=2,
     ),
     "FSDP2, hosts": Api(
         options=HOSTS,
-        native=built,
+        native=fsdp2_built,
         wrapped=hosts_wrapped,
-        gradients=fsdp2_gradients,
+        gradients=gradients,
         ranks=(4,),
         same_bits=False,
     ),
     "replicate": Api(
         options=REPLICATED,
-        native=built,
+        native=fsdp2_built,
         wrapped=fsdp2_wrapped,
         gradients=whole_gradients,
         # Without rules for parameters, whose dtypes matter in FSDP2.
@@ -219,7 +196,7 @@ APIS: dict[str, Api] = {
             name: replace(REPLICATED[name], ranks=(4,))
             for name in ("plain", "gradient_sync off", "force_sum_reduction", "tied weights")
         },
-        native=built,
+        native=fsdp2_built,
         wrapped=hosts_wrapped,
         gradients=whole_gradients,
         ranks=(4,),
@@ -239,7 +216,7 @@ APIS: dict[str, Api] = {
     ),
     "DDP": Api(
         options=DDP,
-        native=ddp_built,
+        native=built,
         wrapped=ddp_wrapped,
         gradients=whole_gradients,
         dtypes=("fp32", "model in bf16", "model in fp64"),
@@ -250,7 +227,7 @@ APIS: dict[str, Api] = {
     ),
     "DDP, hosts": Api(
         options=DDP_HOSTS,
-        native=ddp_built,
+        native=built,
         wrapped=partial(ddp_wrapped, hosts=2),
         gradients=whole_gradients,
         ranks=(4,),

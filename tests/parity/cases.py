@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from .apis import APIS
-from .dtypes import DTYPES
-from .policies import POLICIES
+from .option import DTYPES, POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from .meshes import two_by_two
 from .model import loss_of
-from .option import Option, freeze_a_unit, freeze_some, on_even_ranks, synced, wrap_blocks
+from .option import (
+    Option,
+    freeze_a_unit,
+    freeze_some,
+    on_even_ranks,
+    synced,
+    two_by_two,
+    wrap_blocks,
+)
 
 
 def nested(model: Any, **options: Any) -> Any:

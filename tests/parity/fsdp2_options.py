@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from support.own_gather import gather_themselves
 
-from .meshes import two_by_two
 from .model import backward_in_chunks, loss_of
 from .option import (
     Option,
@@ -28,6 +27,7 @@ from .option import (
     on_even_ranks,
     once,
     synced,
+    two_by_two,
     wrap_blocks,
 )
 

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .model import loss_of
 
@@ -87,3 +91,77 @@ def synced(model: Any, rank: int, step: int) -> None:
 
 def on_even_ranks(model: Any, rank: int, step: int) -> None:
     once(model, rank, step, take_extra=rank % 2 == 0)
+
+
+_meshes: list[Any] = []
+
+
+def two_by_two() -> Any:
+    """One mesh for all cases of a process group: it takes groups of its own."""
+    if not _meshes or _meshes[0] is not dist.group.WORLD:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        _meshes[:] = [dist.group.WORLD, mesh]
+    return _meshes[1]
+
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtype:
+    """Of the model, and a mixed precision policy.
+
+    Attributes:
+        refused: words of the error that policies which compress raise.
+        refused_changes: likewise, those which send changes of parameters.
+    """
+
+    model: torch.dtype = torch.float32
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    refused: str = ""
+    refused_changes: str = ""
+
+    @property
+    def mixed(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.param, reduce_dtype=self.reduce)
+
+    @property
+    def reduced(self) -> torch.dtype:
+        return self.reduce or self.param or self.model
+
+
+DTYPES: dict[str, Dtype] = {
+    "fp32": Dtype(),
+    "bf16": Dtype(param=BF16, reduce=BF16),
+    "bf16, reduced in fp32": Dtype(param=BF16, reduce=F32),
+    "reduced in bf16": Dtype(reduce=BF16),
+    "fp16": Dtype(param=F16, reduce=F16),
+    "fp16, reduced in fp32": Dtype(param=F16, reduce=F32),
+    "model in bf16": Dtype(model=BF16),
+    "model in fp64": Dtype(model=F64, refused="reduces gradients of torch.float64"),
+    "model in fp64, reduced in fp32": Dtype(
+        model=F64, reduce=F32, refused_changes="gathers parameters of torch.float64"
+    ),
+}
+
+
+MATRICES = ("*embed.weight", "*up.weight", "*down.weight", "*extra.weight", "*head.weight")
+
+
+CHANGES = {"when": {"name": ["*"]}, "codec": {"kind": "delta", "bits": 4, "block": 32}}
+
+
+def rule(codec: dict[str, Any], names: Sequence[str] = ("*",)) -> dict[str, Any]:
+    return {"when": {"name": list(names)}, "codec": codec, "feedback": {"kind": "residual"}}
+
+
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "int32x1": rule({"kind": "sketch", "density": 1.0, "symbol": "int32x1"}),
+    "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
+    "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
+    "matrix": rule({"kind": "matrix", "group": 8}, names=MATRICES),
+    # Nothing changes here, so that all ranks have the exact parameters.
+    "changes": rule({"kind": "quantized", "bits": 4, "block": 32}) | {"parameters": CHANGES},
+}

@@ -18,9 +18,7 @@ from tagc.plan import UnitPlan
 
 from .apis import APIS, Api
 from .cases import Case
-from .dtypes import DTYPES
-from .option import Option, nothing
-from .policies import POLICIES
+from .option import DTYPES, POLICIES, Option, nothing
 from .sums import bound, check_steps, owes, recorded, reduction, spread, tiny
 
 STEPS = 2

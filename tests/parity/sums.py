@@ -24,9 +24,7 @@ from tagc.plan import Segment
 from tagc.plan.part import Part
 
 from .apis import Api
-from .dtypes import F16, F32, F64, Dtype
-from .meshes import two_by_two
-from .option import Option
+from .option import F16, F32, F64, Dtype, Option, two_by_two
 
 Divisors = Callable[[int], tuple[float, float]]
 

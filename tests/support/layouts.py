@@ -58,9 +58,9 @@ class Layout:
     def wrapped(self, policy: dict[str, Any]) -> Any:
         """The model on this rank."""
         with patch.object(ddp, "UNIT_BYTES", 2000):  # several units
-            return wrapped(policy, self._sharded(), hosts=self.per_host)
+            return wrapped(policy, self.sharded(), hosts=self.per_host)
 
-    def _sharded(self) -> Any:
+    def sharded(self) -> Any:
         if self.tensor:
             return parallel_net.parallel(self.data, self.tensor, replicas=self.replicas)
         if self.api == "DDP":

@@ -1,15 +1,23 @@
-"""Which implementation runs, and what is said when one cannot."""
+"""Which implementation of the operators runs, what is said when one cannot, and that all have the
+operators of the contract."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from support.kernel_cases import kernels
-from tagc.ops import compiles_ahead, cpu, get_ops, reference
+from tagc.ops import Ops, compiles_ahead, cpu, get_ops, reference
+from tagc.ops.cpu.arrays import once_a_host
 from tagc.ops.implementations import _warn_reference
 
 
@@ -90,3 +98,73 @@ def test_scratch_is_released():
 def test_what_cannot_run_is_refused(device, name, message):
     with pytest.raises(ValueError, match=message):
         get_ops(device, name)
+
+
+# Ranks of a host compile one after the other
+
+
+def test_one_compiles_at_a_time() -> None:
+    """Threads stand for processes: a lock on a file that each of them opened counts alike."""
+    inside, most = 0, 0
+
+    def compile_for(what: str) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.05)
+        inside -= 1
+
+    ranks = [threading.Thread(target=once_a_host(compile_for), args=("x",)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert most == 1
+
+
+def test_a_process_compiles_once_for_the_same() -> None:
+    compiled = []
+    once = once_a_host(compiled.append)
+    for what in ("x", "y", "x"):
+        once(what)
+    assert compiled == ["x", "y"]
+
+
+# Every implementation has the contract's operators and signatures
+
+
+# By name: the methods of `Ops` and of the protocols that it is made of.
+CONTRACT: dict[str, Callable[..., Any]] = {
+    name: method
+    for protocol in reversed(inspect.getmro(Ops))
+    if protocol.__module__.startswith("tagc.")
+    for name, method in vars(protocol).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+@pytest.fixture(params=["reference", "cpu", "triton"])
+def ops(request) -> ModuleType:
+    if request.param == "triton":
+        pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+        return kernels("ops")
+    return {"reference": reference, "cpu": cpu}[request.param]
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """With annotations as the types that they stand for."""
+    return inspect.signature(function, eval_str=True)
+
+
+def test_has_the_operators_and_nothing_else(ops):
+    # Those for devices can be compiled ahead, see `DeviceOps`.
+    ahead = ["compiling_only", "recorded"] if ops not in (cpu, reference) else []
+    assert ops.__all__ == sorted([*CONTRACT, *ahead])
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_has_the_signature_of_the_contract(ops, name):
+    wanted = signature_of(CONTRACT[name])
+    _, *parameters = wanted.parameters.values()
+    got = signature_of(getattr(ops, name))
+    assert got == wanted.replace(parameters=parameters)
