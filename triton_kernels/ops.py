@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 from .dense import get_dense, put_dense, sum_dense
 from .dequantize import dequantize
+from .exact_decode import decode_exact
+from .exact_encode import encode_exact
+from .exact_measure import measure_exact
 from .fingerprint import fingerprint
 from .jit import INTERPRETED, compiling_only
 from .lag import undo_lag
@@ -21,6 +24,7 @@ from .matrix_quantize import quantize_matrix
 from .prepare import (
     prepare,
     prepare_blocks,
+    prepare_exact,
     prepare_lag,
     prepare_matrix,
     prepare_thresholds,
@@ -34,15 +38,19 @@ from .thresholds import steer
 __all__ = [
     "compiling_only",
     "decode",
+    "decode_exact",
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "encode_exact",
     "fingerprint",
     "get_dense",
     "insert",
+    "measure_exact",
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_exact",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 
@@ -22,6 +23,10 @@ def prepare_blocks(
     dithered: bool = False,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`."""
+
+
+def prepare_exact(layout: ExactLayout) -> None:
+    """See :meth:`tagc.ops.exact.ExactOps.prepare_exact`."""
 
 
 def prepare_lag() -> None:

@@ -114,6 +114,11 @@ class CodecPlan:
         copy to add them to."""
         return False
 
+    @property
+    def exact(self) -> bool:
+        """Whether ranks that decode have the bits that were encoded."""
+        return False
+
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
         """The plan of one of ``owners`` equal slices of the segment, and the cuts of its columns;
         None if the codec needs the segment whole."""
@@ -193,6 +198,7 @@ class PlanRequest:
         world_size: ranks whose contributions are summed.
         dtype: dtype of the buffer that contains the segment.
         feedback: the feedback rule; None if nothing is stored.
+        spans: elements of every parameter in a shard.
         matrices: for every parameter, the rows and columns of the matrices in its shard; empty
             unless the codec needs them.
         replicated: whether all ranks hold the same parameters, so that no rank owns a part.
@@ -203,6 +209,7 @@ class PlanRequest:
     dtype: torch.dtype
     replicated: bool = False
     feedback: FeedbackRule | None = None
+    spans: Sequence[int] = ()
     matrices: Sequence[Sequence[tuple[int, int]]] = ()
 
 

@@ -8,12 +8,13 @@ from typing import Any
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.delta import DELTA
 from tagc.codecs.dense import DENSE, plan_empty
+from tagc.codecs.exact import EXACT
 from tagc.codecs.matrix import MATRIX
 from tagc.codecs.plan import CodecKind, CodecPlan, CodecSegment, PlanRequest
 from tagc.codecs.quantized import QUANTIZED
 from tagc.codecs.sketch import SKETCH
 
-CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, DENSE)
+CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, EXACT, DENSE)
 """All codecs, in the order of their words in a unit's message."""
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from tagc.basics.warn import warn
 from tagc.collect.alarm import Alarm
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
+from tagc.plan.gathers import Gathers
 
 
 class CopyGatherer(UnitGatherer):
@@ -44,7 +45,8 @@ class CopyGatherer(UnitGatherer):
         """
         super().__init__(setup)
         programs = self._programs
-        self._declare(programs.whole, programs.changes, programs.read, programs.read_early)
+        sizes = () if programs.sizes is None else (programs.sizes,)
+        self._declare(programs.whole, *sizes, programs.changes, programs.read, programs.read_early)
         self._own_row = self.copy[self._own]
         self._fingerprint = self.store[programs.fingerprint]
         self._reductions, self._versions = reductions, versions
@@ -58,7 +60,7 @@ class CopyGatherer(UnitGatherer):
         self._versions_then: int | None = None
         self._by_others = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
-            "(other weights loaded or swapped in?), and a codec 'delta' sends changes only after "
+            "(other weights loaded or swapped in?), and its codec sends changes only after "
             "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
             "are changed by other means, such as eval() and train() of a schedule-free optimizer",
             self.store,
@@ -67,7 +69,7 @@ class CopyGatherer(UnitGatherer):
         self._since_forward = Alarm(
             f"tagc: the parameters of unit {self._name!r} changed between a forward and its "
             "backward (by an optimizer's step, or by loading weights). FSDP would gather them "
-            "again, but with a codec 'delta' nothing is sent in backward: change parameters after "
+            "again, but its codec sends nothing in backward: change parameters after "
             "the backward",
             self.store,
             programs.changed_early,
@@ -120,16 +122,26 @@ class CopyGatherer(UnitGatherer):
             return
         if self._knows_own:
             self._warn_of_others()
-            self._run(programs.changes, rows, inp)
+            self._run(self._fitting(rows, inp).changes, rows, inp)
         else:
             self._run(programs.whole, rows, inp)
             self._knows_own = self._knows_others = True
         self._due, self._reductions_then = False, self._reductions()
 
+    def _fitting(self, rows: Tensor, inp: Tensor) -> Gathers:
+        """The programs for the next message. Waits for the others' sizes if any segment is exact;
+        all ranks choose by the largest."""
+        programs = self._programs
+        if programs.sizes is None:
+            return programs
+        self._run(programs.sizes, rows, inp)
+        return programs.fitted(self.store.take(programs.totals).amax(0).tolist())
+
     def _warn_of_others(self) -> None:
         """Warn if the parameters were written to after the optimizer's step. (If you clip or
         normalize weights in every step, that is fine: the difference includes it.)"""
-        if self._due and self._versions_then not in (None, self._versions()):
+        lossy = any(s.codec.of_changes and not s.codec.exact for s in self.plan.segments)
+        if lossy and self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
     def state(self) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from tagc.codecs import CodecPlan
 from tagc.codecs.workspace import Workspace
@@ -163,8 +164,18 @@ class _Sample:
         rows = _RANKS if codec.of_changes else 1
         out = torch.empty(rows, numel, dtype=dtype, device=device)
         self._late = {"inp": wide.to(dtype), "out": out}
+        self._copy: Tensor | None = None
+        encode: list[Step] = []
         if codec.of_changes:
-            program = Gathers(unit).changes
+            gathers = Gathers(unit)
+            program = gathers.changes
+            if gathers.sizes is not None:
+                encode += (step for step in gathers.sizes.steps if isinstance(step, Launch))
+                self._store.declare(gathers.copy)
+                # Half of the parameters have moved by a few units in the last place.
+                moved = torch.randint(0, 8, shape, generator=generator, device=device)
+                near = self._late["inp"].view(torch.int16) ^ (moved - 4).clamp_(0).short()
+                self._copy = near.view(dtype).expand(rows, -1)
         else:
             programs = Reductions(unit)
             for first in (programs.start(0), programs.lower(Variant(begun=False))):
@@ -174,7 +185,6 @@ class _Sample:
                     elif isinstance(step, Send):
                         self._return(step)
             program = programs.lower(Variant())
-        encode: list[Step] = []
         decode: list[Step] = []
         steps = iter(program.steps)
         for name, length in program.ranges:
@@ -190,7 +200,8 @@ class _Sample:
         self.encode()
 
     def receive(self) -> None:
-        """Decoding may overwrite what was received."""
+        """Decoding may overwrite what was received, and what it adds changes to."""
+        self.restore()
         for send in self._sends:
             self._return(send)
 
@@ -199,6 +210,8 @@ class _Sample:
         for name, tensor in self._store:
             if name.startswith("residual."):
                 tensor.zero_()
+            if name == "copy" and self._copy is not None:
+                tensor.copy_(self._copy)
 
     def _bound(self, launches: Sequence[Step]) -> Replay:
         program = Program.of("a sample", [("sample", launches)])

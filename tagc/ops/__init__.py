@@ -7,6 +7,7 @@ import each other.
 """
 
 from tagc.ops.blocks import BlockOps
+from tagc.ops.exact import ExactOps
 from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
@@ -32,6 +33,7 @@ __all__ = [
     "UNION",
     "UNRESOLVED",
     "BlockOps",
+    "ExactOps",
     "LagOps",
     "MatrixOps",
     "Ops",

@@ -16,6 +16,7 @@ from torch import Tensor
 from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
 from tagc.ops.dense import DenseOps
+from tagc.ops.exact import ExactOps
 from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
@@ -31,7 +32,17 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(SketchOps, BlockOps, MatrixOps, LagOps, ThresholdOps, FingerprintOps, DenseOps, Protocol):
+class Ops(
+    SketchOps,
+    BlockOps,
+    MatrixOps,
+    ExactOps,
+    LagOps,
+    ThresholdOps,
+    FingerprintOps,
+    DenseOps,
+    Protocol,
+):
     """All operators of an implementation."""
 
     def release(self) -> None:

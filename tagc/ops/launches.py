@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.implementations import Ops
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.program import Launch, Operator, Place, Step
@@ -120,6 +121,39 @@ class DequantizeMatrix(_Decodes):
         _, rows = places
         assert rows is not None
         ops.prepare_matrix(self.layout, rows.dtype, None, 0.0)
+
+
+@dataclass(frozen=True)
+class _Exact(Operator):
+    """An operator of :class:`tagc.ops.exact.ExactOps`."""
+
+    launches: ClassVar[bool] = True
+
+    layout: ExactLayout
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        ops.prepare_exact(self.layout)
+
+
+class MeasureExact(_Exact):
+    """``(new, old, plan)``. See :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.measure_exact, layout=self.layout)
+
+
+class EncodeExact(_Exact):
+    """``(new, old, plan, message)``. See :meth:`tagc.ops.exact.ExactOps.encode_exact`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.encode_exact, layout=self.layout)
+
+
+class DecodeExact(_Exact):
+    """``(messages, rows)``. See :meth:`tagc.ops.exact.ExactOps.decode_exact`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.decode_exact, layout=self.layout)
 
 
 @dataclass(frozen=True)

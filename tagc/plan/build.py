@@ -216,6 +216,7 @@ def _plan_segment(
         world_size=unit.world_size // unit.ranks_per_host,
         dtype=unit.dtype,
         feedback=feedback,
+        spans=[param.columns for param in params],
         matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
         replicated=unit.replicated,
     )

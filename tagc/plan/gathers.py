@@ -9,17 +9,23 @@ the same arithmetic, so all have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
+from tagc.codecs.exact import ExactPlan
 from tagc.ops.dense import DenseLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.launches import (
     ClearUnchanged,
     Copy,
+    EncodeExact,
     Fingerprint,
     Get,
+    MeasureExact,
     Spoil,
     Subtract,
     together,
@@ -28,8 +34,12 @@ from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wai
 from tagc.plan.messages import Segment
 from tagc.plan.unit_plan import UnitPlan
 
+TOTALS: Literal["totals"] = "totals"
+"""The flight of the words of exact segments."""
 # Columns that take less time than another launch.
 _GAP = 1 << 16
+# Sizes of messages whose programs are kept.
+_SIZES = 32
 
 
 class Gathers:
@@ -63,6 +73,9 @@ class Gathers:
             flag = Place(f"unfit.{segment.start}", (1,), torch.bool, "flag")
             if segment.frozen and [*segment.codec.finding_unfit(self._send, info.dtype, flag)]:
                 self.unfit[segment] = flag
+        self._fitted: dict[tuple[int, ...], Gathers] = {}
+        self._exact = [s for s in unit.segments if isinstance(s.codec, ExactPlan)]
+        self.totals = Place("totals_of_all", (info.world_size, len(self._exact)), torch.int32)
         self._spans: list[tuple[Segment, slice, slice]] = []
         word = 0
         for s in unit.segments:
@@ -123,6 +136,53 @@ class Gathers:
             ("decode parameters", self._decode(received, self.copy)),
             ("gather parameters", self._share()),
         )
+
+    @cached_property
+    def sizes(self) -> Program | None:
+        """Measures the next message of :meth:`fitted`, and gathers the words of each exact segment
+        in :attr:`totals`; None if no segment is exact."""
+        if not self._exact:
+            return None
+        own, ranks = self.copy.row(OWN), self._unit.info.ranks_per_host
+        mine = Place("totals", (1, len(self._exact)), torch.int32)
+        measure: list[Step] = []
+        for i, segment in enumerate(self._exact):
+            columns, measured = slice(segment.start, segment.stop), self._measured(segment)
+            layout = _layout_of(segment)
+            places = (self._inp[columns], own[columns], measured)
+            measure.append(Launch(MeasureExact(layout), places, segment.codec.name))
+            measure.append(Launch(Copy(), (measured[:1], mine[i : i + 1])))
+        peers = self._unit.peers
+        out = (
+            self.totals
+            if ranks == 1
+            else Place("totals_across", (1, peers * len(self._exact)), torch.int32)
+        )
+        send: list[Step] = [Send("all-gather", self._level, peers, out, mine, TOTALS), Wait(TOTALS)]
+        if ranks > 1:
+            send += [Send("all-gather", "inside", ranks, self.totals, out, TOTALS), Wait(TOTALS)]
+        return self._program(("encode parameters", measure), ("gather parameters", send))
+
+    def fitted(self, words: Sequence[int]) -> Gathers:
+        """The programs for exact segments of so many words."""
+        fitting = zip(self._exact, words, strict=True)
+        codecs = {s.start: s.codec.fitting(n) for s, n in fitting if isinstance(s.codec, ExactPlan)}
+        rooms = tuple(codec.capacity for codec in codecs.values())
+        if rooms not in self._fitted:
+            if len(self._fitted) == _SIZES:
+                self._fitted.clear()
+            segments = [replace(s, codec=codecs.get(s.start, s.codec)) for s in self._unit.segments]
+            self._fitted[rooms] = Gathers(replace(self._unit, segments=tuple(segments)))
+        return self._fitted[rooms]
+
+    @property
+    def largest(self) -> Gathers:
+        """The programs for the longest messages that can occur."""
+        return self.fitted([_layout_of(segment).words for segment in self._exact])
+
+    def _measured(self, segment: Segment) -> Place:
+        words = _layout_of(segment).plan_words
+        return Place(f"measured.{self._exact.index(segment)}", (1, words), torch.int32)
 
     @cached_property
     def read(self) -> Program:
@@ -201,10 +261,15 @@ class Gathers:
     def _each_change(self) -> Iterator[Launch]:
         changes = Place("changes", self._inp.shape, torch.float32)
         own = self.copy.row(OWN)
-        for span in _joined(s for s in self._unit.segments if s.codec.of_changes):
+        lossy = (s for s in self._unit.segments if s.codec.of_changes and s not in self._exact)
+        for span in _joined(lossy):
             yield Launch(Subtract(), (self._inp[span], own[span], changes[span]))
         for segment, columns, words in self._spans:
             x = self._inp[columns]
+            if segment in self._exact:
+                places = (x, own[columns], self._measured(segment), self._send[words])
+                yield Launch(EncodeExact(_layout_of(segment)), places, segment.codec.name)
+                continue
             if segment.codec.of_changes:
                 if segment.frozen:
                     # A mask's infinities do not change, but their difference would be NaN.
@@ -246,6 +311,11 @@ class Gathers:
         ranks = self._unit.info.ranks_per_host
         yield Send("all-gather each", "inside", ranks, out, rows, "rows")
         yield Wait("rows")
+
+
+def _layout_of(segment: Segment) -> ExactLayout:
+    assert isinstance(segment.codec, ExactPlan)
+    return segment.codec.layout
 
 
 def _joined(segments: Iterable[Segment]) -> list[slice]:

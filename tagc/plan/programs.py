@@ -10,9 +10,10 @@ from functools import lru_cache
 
 import torch
 
+from tagc.codecs.exact import ExactPlan
 from tagc.codecs.sketch import COUNTING
 from tagc.ops.program import Program, Send
-from tagc.plan.gathers import Gathers
+from tagc.plan.gathers import TOTALS, Gathers
 from tagc.plan.messages import Segment
 from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.table import format_bytes
@@ -45,6 +46,9 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
             yield gathers.uncompressed, times
         elif unit.keeps_copy:
             yield gathers.whole, 0
+            if gathers.sizes is not None:
+                yield gathers.sizes, 1
+                yield gathers.largest.changes, 0
             yield gathers.changes, 1
             yield gathers.read, times - 1
         elif unit.reuses_forward_message:
@@ -96,7 +100,8 @@ def _elements(unit: UnitPlan, send: Send, i: int) -> float:
         return send.inp.view_shape[0] * unit.dense_columns(unit.segments[i].params)
     messages = unit.flights.get(send.flight, unit.messages)
     segment: Segment = messages.segments[i]
-    beside = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
+    beside: dict[str, int] = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
+    beside[TOTALS] = isinstance(segment.codec, ExactPlan)
     return messages.made * beside.get(send.flight, messages.words_of(segment))
 
 

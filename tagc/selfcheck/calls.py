@@ -14,6 +14,7 @@ from torch import Tensor
 from tagc.ops import Ops
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -21,6 +22,7 @@ from tagc.ops.symbols import SYMBOLS
 
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
+    "measure_exact", "encode_exact", "decode_exact",
     "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
     "put_dense", "sum_dense", "get_dense",
 )  # fmt: skip
@@ -131,6 +133,8 @@ def every_call() -> Iterator[Call]:
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from matrix_calls(layout, *chosen)
+    for dtype, block in itertools.product((torch.bfloat16, torch.float16), (32, 1024, 2048)):
+        yield from exact_calls(ExactLayout(spans=(block + 1, 100), dtype=dtype, block=block))
     for dtype in _GRADIENTS:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
@@ -185,6 +189,15 @@ def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:
     """The call that rounds stochastically."""
     given = {"grad": gradient, "residual": None, "message": _I32, "dither": _I32}
     return _call("quantize", 2, **given, layout=layout, average=0.0)
+
+
+def exact_calls(layout: ExactLayout, ranks: int = 2) -> Iterator[Call]:
+    """The calls of exact parameters."""
+    rows, options = (("new", layout.dtype), ("old", layout.dtype)), (("layout", layout),)
+    yield Call("measure_exact", (1,), (*rows, ("plan", _I32)), options)
+    yield Call("encode_exact", (1,), (*rows, ("plan", _I32), ("message", _I32)), options)
+    received = (("message", _I32), ("rows", layout.dtype))
+    yield Call("decode_exact", (ranks,), received, options)
 
 
 def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tagc.ops import ABOVE, COUNTS, SATURATED
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
@@ -22,6 +23,7 @@ from tagc.selfcheck.inputs import (
     Case,
     Inputs,
     Maker,
+    small_exact,
     small_matrices,
     small_matrix,
 )
@@ -98,6 +100,54 @@ def _sent(m: Maker, layout: BlockLayout | MatrixLayout, values: Callable[[int], 
         "out": made(K, layout.numel, dtype=m.call.dtype("out")),
     }
     return m.case(tensors, ["out"], layout=layout)
+
+
+def _changed(m: Maker, rows: int) -> tuple[ExactLayout, Tensor, Tensor]:
+    """The layout, old rows, and new ones, of which no two have the same share of changes."""
+    layout = m.call.option("layout")
+    layout = small_exact(layout) if m.inputs.small else layout
+    old = m.spoilt(m.values(rows, layout.numel, dtype=layout.dtype))
+    by = m.values(rows, layout.numel, dtype=torch.float32)
+    step = torch.exp2(m.uniform(rows, 1) * -16)
+    if m.inputs.kind == "ties":
+        step = (m.uniform(rows, layout.numel) < step).float()  # some elements change
+    new = (old.float() + step * by).to(layout.dtype)
+    if m.inputs.kind == "rough":
+        m.spoilt(new)
+    return layout, old, new
+
+
+def _measured(m: Maker, rows: int) -> tuple[ExactLayout, list[dict[str, Tensor]]]:
+    """Rows, each with a plan."""
+    layout, old, new = _changed(m, rows)
+    cases = []
+    for r in range(rows):
+        plan = m.garbage(1, layout.plan_words)
+        m.reference.measure_exact(new[r : r + 1], old[r : r + 1], plan, layout=layout)
+        cases.append({"new": new[r : r + 1], "old": old[r : r + 1], "plan": plan})
+    return layout, cases
+
+
+def _measure_exact(m: Maker) -> Case:
+    layout, old, new = _changed(m, 1)
+    tensors: dict[str, Tensor | None] = {"new": new, "old": old}
+    tensors["plan"] = m.garbage(1, layout.plan_words)
+    return m.case(tensors, ["plan"], layout=layout)
+
+
+def _encode_exact(m: Maker) -> Case:
+    layout, (row,) = _measured(m, 1)
+    tensors: dict[str, Tensor | None] = {**row, "message": m.garbage(1, layout.words)}
+    return m.case(tensors, ["message"], layout=layout)
+
+
+def _decode_exact(m: Maker) -> Case:
+    layout, rows = _measured(m, min(m.call.rows[0], 4))
+    message = m.garbage(len(rows), layout.words)
+    for words, row in zip(message, rows, strict=True):
+        m.reference.encode_exact(**row, message=words[None], layout=layout)
+    old = torch.cat([row["old"] for row in rows])
+    return m.case({"message": message, "rows": old}, ["rows"], layout=layout)
 
 
 def _share_of(layout: SketchLayout, capacity: int) -> float:
@@ -321,6 +371,9 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "dequantize": _dequantize,
     "quantize_matrix": _quantize_matrix,
     "dequantize_matrix": _dequantize_matrix,
+    "measure_exact": _measure_exact,
+    "encode_exact": _encode_exact,
+    "decode_exact": _decode_exact,
     "undo_lag": _undo_lag,
     "steer": _steer,
     "fingerprint": _fingerprint,

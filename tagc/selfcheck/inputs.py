@@ -22,6 +22,7 @@ from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout, Piece
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
@@ -222,6 +223,12 @@ def small_dense(layout: DenseLayout) -> DenseLayout:
         column += numel
         word += -(-numel * layout.wire.itemsize // 16) * 4
     return replace(layout, pieces=tuple(pieces), tail=word)
+
+
+def small_exact(layout: ExactLayout) -> ExactLayout:
+    """A few spans of a few blocks; the last block of each is as full as in the model."""
+    spans = [shortened(size, layout.block, 2, rest=1) for size in layout.spans[:4]]
+    return replace(layout, spans=tuple(spans))
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:

@@ -20,10 +20,12 @@ from support.trials import OPERATORS, SHARDS, SIZES, Trial, one_of_each, shards,
 from tagc.ops import ABOVE, KEPT, NONZERO, SATURATED, cpu, get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
+from tagc.ops.cpu import exact as cpu_exact
 from tagc.ops.cpu import lag as cpu_lag
 from tagc.ops.cpu import matrix as cpu_matrix
 from tagc.ops.cpu import sketch as cpu_sketch
 from tagc.ops.cpu import thresholds as cpu_thresholds
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -137,11 +139,13 @@ def test_the_check_can_fail(divide):
 
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# One of each format; all is in float32, so that a dtype by default is another one.
-TRIALS = [
+# One of each format; all is in float32, so that a dtype by default is another one. (Exact changes
+# are never in float32.)
+IN_FLOAT32 = [
     trial
     for trial in trials(SIZES)
-    if trial.compiled and trial.name.replace(" float32", "", 2).count("float") == 0
+    if trial.name.startswith("exact")
+    or (trial.compiled and trial.name.replace(" float32", "", 2).count("float") == 0)
 ]
 
 
@@ -153,7 +157,7 @@ def set_default() -> Iterator[Callable[[torch.dtype], None]]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+@pytest.mark.parametrize("trial", IN_FLOAT32, ids=lambda trial: trial.name)
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):
     ops = get_ops("cpu", name)
@@ -165,12 +169,12 @@ def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):
 
 
 def test_all_operators_are_run():
-    assert {case.call.operator for trial in TRIALS for case in trial.cases()} == {*OPERATORS}
+    assert {case.call.operator for trial in IN_FLOAT32 for case in trial.cases()} == {*OPERATORS}
 
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_lag, cpu_thresholds):
+    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_exact, cpu_lag, cpu_thresholds):
         module._compile.cache_clear()  # what is prepared already is not prepared again
     set_default(dtype)
     cpu.prepare(plan_layout(100, SYMBOLS["int8x4"], 100), F32, F32)
@@ -178,3 +182,4 @@ def test_prepares(dtype, set_default):
     cpu.prepare_matrix(MatrixLayout(rows=2, columns=8), F32, F32, 0.0)
     cpu.prepare_lag()
     cpu.prepare_thresholds()
+    cpu.prepare_exact(ExactLayout(spans=(8,), dtype=BF16))

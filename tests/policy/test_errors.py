@@ -79,7 +79,7 @@ INVALID = [
         DENSE,
         GATHERED % "sketch",
         "12:33: parameters[0].codec.kind: unknown value 'sketch'; "
-        "available: quantized, delta, dense",
+        "available: quantized, delta, exact, dense",
         "",
     ),
     (DENSE, GATHERED % "quantized, keep_for_backward: 1", "12:50: ", "true or false, not 1"),

@@ -10,6 +10,7 @@ import torch
 from support.compiled import Compiled, compiling
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout
@@ -30,8 +31,12 @@ MATRIX = {
     "dequantize_groups_kernel",
 }  # fmt: skip
 DENSE = {"put_dense_kernel", "sum_dense_kernel", "get_dense_kernel"}
+EXACT = {
+    "exact_counts_kernel", "exact_widths_kernel", "exact_sizes_kernel", "exact_total_kernel",
+    "exact_head_kernel", "exact_encode_kernel", "exact_read_kernel", "exact_decode_kernel",
+}  # fmt: skip
 OTHERS = {"undo_lag_kernel", "steer_kernel", "fingerprint_kernel"} | DENSE
-KERNELS = SKETCH | BLOCKS | MATRIX | OTHERS
+KERNELS = SKETCH | BLOCKS | MATRIX | EXACT | OTHERS
 
 
 def layout_of(symbol: Symbol, hashes: int, numel: int = 4096) -> SketchLayout:
@@ -94,6 +99,16 @@ def matrix(bits, group, grad, residual, average, divisor, rows=64, columns=1024,
     left = None if residual is None else torch.empty(R, layout.numel, dtype=residual)
     ops.quantize_matrix(x, left, message, layout=layout, average=average)
     ops.dequantize_matrix(message[None], x[:1], layout=layout, divisor=divisor)
+
+
+def exact(dtype, block, numel=1 << 14) -> None:
+    layout = ExactLayout(spans=(numel, 33), dtype=dtype, block=block)
+    new, old = (torch.empty(2, layout.numel, dtype=dtype) for _ in range(2))
+    plan = torch.empty(1, layout.plan_words, dtype=torch.int32)
+    message = torch.empty(2, layout.words, dtype=torch.int32)
+    ops.measure_exact(new[:1], old[:1], plan, layout=layout)
+    ops.encode_exact(new[:1], old[:1], plan, message[:1], layout=layout)
+    ops.decode_exact(message, old, layout=layout)
 
 
 def lag(out, numel=1 << 14) -> None:
@@ -178,6 +193,9 @@ def compile_all(
         for arguments in [MATRICES[turn], MATRICES[-1]] if share > 1 else MATRICES:
             matrix(*arguments)
         matrix(1, 1, BF16, BF16, 0.9, 3, columns=8448, R=8)  # so many that programs have more
+        for block in (1024,) if share > 1 else (32, 1024, 2048):
+            exact(BF16, block)
+            exact(F16, block)
         for dtype in (F32, BF16, F16):
             lag(dtype)
             fingerprints(dtype)

@@ -18,6 +18,7 @@ import torch
 from support.trials import BLOCKS, DITHERED, MATRICES, SKETCHES
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -48,6 +49,7 @@ def messages() -> None:
     for bits, gradient in DITHERED:
         layout = BlockLayout(numel=1, bits=bits)
         CPU.prepare_blocks(layout, gradient, None, 0.0, dithered=True)
+    CPU.prepare_exact(ExactLayout(spans=(1,), dtype=BF16))
     for bits, group, gradient, residual in MATRICES:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)

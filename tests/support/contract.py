@@ -312,6 +312,176 @@ def dequantize_matrix(t: dict[str, Any], o: dict[str, Any]) -> Results:
     return {"out": torch.stack(sums)}
 
 
+# Exact changes
+
+_MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+
+
+def patterns(x: Tensor) -> list[int]:
+    return [k & 0xFFFF for k in x.view(torch.int16).tolist()]
+
+
+def ordered(k: int) -> int:
+    return k if k < 0x8000 else -(k & 0x7FFF) - 1
+
+
+def pattern(number: int) -> int:
+    number = signed(number, 16)
+    return number if number >= 0 else -number - 1 | 0x8000
+
+
+def zigzag(new: int, old: int) -> int:
+    q = signed(ordered(new) - ordered(old), 16)
+    return 2 * q if q >= 0 else -2 * q - 1
+
+
+def blocks_of(layout: Any) -> list[tuple[int, range]]:
+    """Span and elements of each block."""
+    found, first = [], 0
+    for span, size in enumerate(layout.spans):
+        found += [
+            (span, range(first + at, first + min(size, at + layout.block)))
+            for at in range(0, size, layout.block)
+        ]
+        first += size
+    return found
+
+
+def widths_of(zs: list[int]) -> int:
+    """The entry of a class with these numbers."""
+
+    def at_least(b: int) -> int:
+        return sum(z >= 2 ** max(b, 1) - 1 for z in zs)
+
+    n, changed = len(zs), at_least(0)
+    if not changed:
+        return 0
+    l = max(i for i in range(64) if changed << i <= n)  # noqa: E741
+    above = [at_least(b) for b in range(16)]
+    bits = {
+        b1 | b2 << 4: (n * b1 if b1 else changed * (l + 1) + (n >> l))
+        + above[b1] * b2
+        + 16 * above[max(b1, b2)]
+        for b1 in range(16)
+        for b2 in range(16)
+    }
+    return min(bits, key=lambda entry: (bits[entry], entry))
+
+
+def bits_of_block(zs: list[int], widths: list[tuple[int, int]]) -> str:
+    """From bit 0 on."""
+
+    def number(value: int, width: int) -> str:
+        return f"{value:0{width}b}"[::-1] if width else ""
+
+    def escaped(which: list[int]) -> str:
+        second = [number(min(zs[j], 2 ** widths[j][1] - 1), widths[j][1]) for j in which]
+        third = [number(zs[j], 16) for j in which if zs[j] >= 2 ** widths[j][1] - 1]
+        return "".join(second + third)
+
+    places = range(len(zs))
+    out = "".join(number(min(zs[j], 2 ** widths[j][0] - 1), widths[j][0]) for j in places)
+    out += escaped([j for j in places if widths[j][0] and zs[j] >= 2 ** widths[j][0] - 1])
+    listed = [j for j in places if not widths[j][0] and zs[j]]
+    if all(b1 for b1, _ in widths) or not (out or listed):
+        return out
+    out += number(len(listed), len(zs).bit_length())
+    if listed:
+        l = (len(zs) // len(listed)).bit_length() - 1  # noqa: E741
+        upper = ["0"] * (len(listed) + (len(zs) - 1 >> l))
+        for i, j in enumerate(listed):
+            upper[(j >> l) + i] = "1"
+        out += "".join(upper) + "".join(number(j % 2**l, l) for j in listed)
+    return out + escaped(listed)
+
+
+def exact_row(new: Tensor, old: Tensor, layout: Any) -> tuple[list[int], list[int]]:
+    """Plan and message."""
+    k, mantissa = patterns(old), _MANTISSA[layout.dtype]
+    zs = [zigzag(a, b) for a, b in zip(patterns(new), k, strict=True)]
+    blocks = blocks_of(layout)
+    classes = {j: span * 32 + (k[j] >> mantissa) % 32 for span, js in blocks for j in js}
+    members: dict[int, list[int]] = {}
+    for j, c in classes.items():
+        members.setdefault(c, []).append(zs[j])
+    table = [widths_of(members.get(c, [])) for c in range(32 * len(layout.spans))]
+    words = []
+    for _, js in blocks:
+        entries = [table[classes[j]] for j in js]
+        out = bits_of_block([zs[j] for j in js], [(e & 15, e >> 4) for e in entries])
+        words.append([int(out[at : at + 32][::-1], 2) for at in range(0, len(out), 32)])
+    masks = [sum((e > 0) << c for c, e in enumerate(table[at : at + 32]))
+             for at in range(0, len(table), 32)]  # fmt: skip
+    head = [*masks, *digits([e for e in table if e], 8), *digits([len(w) for w in words], 16)]
+    starts = [1 + len(head) + sum(map(len, words[:b])) for b in range(len(words))]
+    coded = head + [w for block in words for w in block]
+    raw = digits(patterns(new), 16)
+    sent = [] if not any(zs) else coded if len(coded) < len(raw) else raw
+    return [1 + len(sent), *table, *starts], [1 + len(sent), *sent]
+
+
+def measure_exact(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    return {"plan": ints(exact_row(t["new"][0], t["old"][0], o["layout"])[0])[None]}
+
+
+def encode_exact(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    words = ints(exact_row(t["new"][0], t["old"][0], o["layout"])[1])
+    return {"message": torch.cat([words, t["message"][0, len(words) :]])[None]}
+
+
+def decoded_row(message: Tensor, old: Tensor, layout: Any) -> list[int]:
+    """New bit patterns."""
+    words = [w & oracle.MASK for w in message.tolist()]
+    total, words, k = words[0], words[1:], patterns(old)
+    if total == 1:
+        return k
+    if total == 1 + len(digits(k, 16)):
+        return [words[j // 2] >> 16 * (j % 2) & 0xFFFF for j in range(len(k))]
+    spans, blocks, mantissa = len(layout.spans), blocks_of(layout), _MANTISSA[layout.dtype]
+    classes = [32 * s + c for s in range(spans) for c in range(32) if words[s] >> c & 1]
+    words = words[spans:]
+    table = {c: words[i // 4] >> 8 * (i % 4) & 255 for i, c in enumerate(classes)}
+    words = words[-(-len(classes) // 4) :]
+    sizes = [words[b // 2] >> 16 * (b % 2) & 0xFFFF for b in range(len(blocks))]
+    words = words[-(-len(blocks) // 2) :]
+    for (span, js), size in zip(blocks, sizes, strict=True):
+        bits = iter("".join(f"{w:032b}"[::-1] for w in words[:size]))
+        words = words[size:]
+
+        def number(width: int, bits: Any = bits) -> int:
+            return sum(int(next(bits)) << i for i in range(width))
+
+        def escaped(which: list[int], z: dict[int, int], widths: dict[int, Any], number=number):
+            for j in which:
+                z[j] = number(widths[j][1])
+            for j in which:
+                if z[j] == 2 ** widths[j][1] - 1:
+                    z[j] = number(16)
+
+        if not size:
+            continue
+        entries = {j: table.get(span * 32 + (k[j] >> mantissa) % 32, 0) for j in js}
+        widths = {j: (e & 15, e >> 4) for j, e in entries.items()}
+        z = {j: number(widths[j][0]) for j in js}
+        escaped([j for j in js if widths[j][0] and z[j] == 2 ** widths[j][0] - 1], z, widths)
+        if not all(b1 for b1, _ in widths.values()):
+            n, m = number(len(js).bit_length()), len(js)
+            l = (m // max(n, 1)).bit_length() - 1  # noqa: E741
+            upper = [i for i in range(n + (m - 1 >> l) if n else 0) if number(1)]
+            places = [(at - i << l) + number(l) for i, at in enumerate(upper)]
+            escaped([js[place] for place in places], z, widths)
+        for j in js:
+            q = z[j] // 2 if z[j] % 2 == 0 else -(z[j] + 1) // 2
+            k[j] = pattern(ordered(k[j]) + q)
+    return k
+
+
+def decode_exact(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    new = [decoded_row(m, r, o["layout"]) for m, r in zip(t["message"], t["rows"], strict=True)]
+    rows = torch.tensor([[signed(k, 16) for k in row] for row in new], dtype=torch.int16)
+    return {"rows": rows.view(t["rows"].shape).view(t["rows"].dtype)}
+
+
 # Sketches
 
 
@@ -519,7 +689,8 @@ def wide_piece(message: Tensor, layout: Any, piece: Any) -> np.ndarray:
 _CONTRACTS = {
     contract.__name__: contract
     for contract in (
-        quantize, dequantize, quantize_matrix, dequantize_matrix, encode, select, decode, insert,
-        peel, undo_lag, steer, fingerprint, put_dense, sum_dense, get_dense,
+        quantize, dequantize, quantize_matrix, dequantize_matrix, measure_exact, encode_exact,
+        decode_exact, encode, select, decode, insert, peel, undo_lag, steer, fingerprint, put_dense,
+        sum_dense, get_dense,
     )
 }  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -29,6 +30,7 @@ from tagc.selfcheck.calls import (
     dense_calls,
     dithered_call,
     encoder_calls,
+    exact_calls,
     fingerprint_calls,
     lag_call,
     matrix_calls,
@@ -325,6 +327,31 @@ def dense_layout(wire: torch.dtype, pieces: Iterable[tuple[int, int]]) -> DenseL
     return DenseLayout(wire, tuple(found), tail=word)
 
 
+# spans, block, messages, kind of inputs
+EXACT_SIZES: Table = [
+    ((2500, 33, 1), 1024, 2, USUAL),
+    ((31, 0, 200), 32, 3, ROUGH),
+    ((1300,), 256, 4, TIES),
+    ((1,), 32, 2, ROUGH),
+    ((2049,), 2048, 2, USUAL),
+    ((64,) * 9, 64, 1, ROUGH),
+    ((), 1024, 1, USUAL),
+    ((700, 1500), 512, 4, USUAL),
+    ((5, 2048), 2048, 3, TIES),
+]
+
+
+def _exact(each: int | None) -> Iterator[Trial]:
+    formats = [(1, BF16), (2, F16), (3, BF16)]
+    for (number, dtype), table in _dealt(EXACT_SIZES, formats, each):
+        calls = []
+        for spans, block, ranks, kind in table:
+            layout = ExactLayout(spans=spans, dtype=dtype, block=block)
+            given = Inputs(kind=kind, seed=len(calls), small=False)
+            calls += [(call, given) for call in exact_calls(layout, ranks)]
+        yield Trial.of(_name("exact", dtype, number), calls)
+
+
 def _others() -> Iterator[Trial]:
     for dtype, share in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
         kinds = (USUAL, ROUGH, USUAL, ROUGH, TIES, ROUGH)
@@ -386,7 +413,7 @@ def trials(each: int | None = None) -> list[Trial]:
     Args:
         each: sizes of every format, so that all formats together have all; default: all for each.
     """
-    return [*_blocks(each), *_matrices(each), *_sketches(each), *_others()]
+    return [*_blocks(each), *_matrices(each), *_sketches(each), *_exact(each), *_others()]
 
 
 def one_of_each() -> list[Case]:

@@ -1,6 +1,7 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
 from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
+from tagc.ops.cpu.exact import decode_exact, encode_exact, measure_exact, prepare_exact
 from tagc.ops.cpu.lag import prepare_lag, undo_lag
 from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
 from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
@@ -10,15 +11,19 @@ from tagc.ops.fingerprint import take_fingerprint as fingerprint
 
 __all__ = [
     "decode",
+    "decode_exact",
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "encode_exact",
     "fingerprint",
     "get_dense",
     "insert",
+    "measure_exact",
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_exact",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",

@@ -7,6 +7,7 @@ from tagc.ops.reference.blocks import (
     prepare_blocks,
     quantize,
 )
+from tagc.ops.reference.exact import decode_exact, encode_exact, measure_exact, prepare_exact
 from tagc.ops.reference.lag import prepare_lag, undo_lag
 from tagc.ops.reference.matrix import (
     dequantize_matrix,
@@ -25,15 +26,19 @@ from tagc.ops.reference.thresholds import prepare_thresholds, steer
 
 __all__ = [
     "decode",
+    "decode_exact",
     "dequantize",
     "dequantize_matrix",
     "encode",
+    "encode_exact",
     "fingerprint",
     "get_dense",
     "insert",
+    "measure_exact",
     "peel",
     "prepare",
     "prepare_blocks",
+    "prepare_exact",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",

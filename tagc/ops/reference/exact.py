@@ -1,0 +1,324 @@
+"""The operators of exact changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
+from tagc.ops.symbols import wrap_int32
+
+_MASK = 0xFFFFFFFF
+
+
+def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout) -> None:
+    z, k = _changes(new[0], old[0]), _patterns(old[0])
+    where = _Where.of(layout, new.device)
+    table = _widths(z, where.classes(k, layout), layout)
+    block = _coded(z, *_of_elements(table, k, where, layout), where)
+    words = (block.bits + 31) >> 5
+    head = 1 + len(layout.spans) + _words(int((table > 0).sum()), 8) + _words(len(words), 16)
+    total = min(head + int(words.sum()), layout.words) if bool(z.any()) else 1
+    starts = head + words.cumsum(0) - words
+    plan[0] = torch.cat([starts.new_tensor([total]), table, starts])
+
+
+def encode_exact(
+    new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
+) -> None:
+    total, coded = int(plan[0, 0]), message.new_zeros(layout.words)
+    coded[0] = total
+    if total == layout.words:
+        coded[1:].view(torch.int16)[: layout.numel] = new[0].view(torch.int16)
+    elif total > 1:
+        coded = _coded_message(new[0], old[0], plan[0].to(torch.int64), layout)
+    message[0, :total] = coded[:total]
+
+
+def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) -> Tensor:
+    """``[total]`` int32."""
+    total, table, starts = plan.split([1, layout.tables, layout.blocks])
+    z, where = _changes(new, old), _Where.of(layout, new.device)
+    coded = _coded(z, *_of_elements(table, _patterns(old), where, layout), where)
+    given = (table > 0).view(-1, CLASSES).to(torch.int64)
+    masks = (given << torch.arange(CLASSES, device=new.device)).sum(-1)
+    sizes = torch.cat([starts, total]).diff()
+    head = torch.cat([total, masks, _bytes(table[table > 0], 8), _bytes(sizes, 16)])
+    fields = [_Field(32 * starts[f.block] + f.at, f.width, f.value, f.block) for f in coded.fields]
+    words = _put(fields, int(total))
+    words[: len(head)] = head
+    return wrap_int32(words)
+
+
+def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
+    for words, row in zip(message, rows, strict=True):
+        total = int(words[0])
+        if total == layout.words:
+            there = words[1 : layout.words].contiguous().view(row.dtype)[: layout.numel]
+            row[: len(there)] = there
+        elif 1 < total < layout.words:
+            _decode_row(words.to(torch.int64) & _MASK, row, layout)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Where elements are: constants of a layout.
+
+    Attributes:
+        span, block: by element.
+        first, size: first element of each block, and the number of its elements.
+    """
+
+    span: Tensor
+    block: Tensor
+    first: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, layout: ExactLayout, device: torch.device) -> _Where:
+        spans = torch.tensor(layout.spans, dtype=torch.int64, device=device)
+        blocks = (spans + layout.block - 1) // layout.block
+        number = torch.arange(layout.blocks, device=device)
+        span = torch.arange(len(spans), device=device).repeat_interleave(blocks)
+        inside = (number - (blocks.cumsum(0) - blocks)[span]) * layout.block
+        size = (spans[span] - inside).clamp(max=layout.block)
+        return cls(
+            span.repeat_interleave(size),
+            number.repeat_interleave(size),
+            size.cumsum(0) - size,
+            size,
+        )
+
+    def classes(self, k: Tensor, layout: ExactLayout) -> Tensor:
+        """Number of each element's class, from its bit pattern."""
+        exponent = k >> MANTISSA[layout.dtype]
+        return self.span * CLASSES + exponent % CLASSES
+
+    @property
+    def place(self) -> Tensor:
+        """Places of elements in their blocks."""
+        return torch.arange(len(self.block), device=self.block.device) - self.first[self.block]
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Sums of elements' numbers, by block."""
+        return x.new_zeros(len(self.size)).index_add_(0, self.block, x)
+
+    def before(self, x: Tensor) -> Tensor:
+        """The sum of the numbers of all elements of the same block before each element."""
+        sums = x.cumsum(0) - x
+        return sums - sums[self.first[self.block]]
+
+
+def _patterns(x: Tensor) -> Tensor:
+    """Bit patterns, from 0 on."""
+    return x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+
+
+def _ordered(k: Tensor) -> Tensor:
+    """Numbers in order to bit patterns, and back, modulo 2**16."""
+    return torch.where(k >= 0x8000, k ^ 0x7FFF, k)
+
+
+def _changes(new: Tensor, old: Tensor) -> Tensor:
+    """``z``."""
+    q = (_ordered(_patterns(new)) - _ordered(_patterns(old))) & 0xFFFF
+    return torch.where(q < 0x8000, 2 * q, 2 * (0x10000 - q) - 1)
+
+
+def _length(x: Tensor) -> Tensor:
+    """Number of bits of integers."""
+    return x.double().frexp().exponent.to(torch.int64)
+
+
+def _widths(z: Tensor, classes: Tensor, layout: ExactLayout) -> Tensor:
+    """The table of all classes ``[tables]``; see :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    bins = 18  # z + 1 has 1 to 17 bits
+    counts = torch.bincount(classes * bins + _length(z + 1), minlength=layout.tables * bins)
+    counts = counts.view(layout.tables, bins)
+    # Elements with z >= 2**b - 1.
+    above = counts.sum(-1, keepdim=True) - counts.cumsum(-1)
+    number, changed = counts.sum(-1), above[:, 1]
+    l = _length(number // changed.clamp(min=1)) - 1  # noqa: E741
+    listed = torch.where(changed > 0, changed * (l + 1) + (number >> l.clamp(min=0)), 0)
+    entries = torch.arange(256, device=z.device)
+    b1, b2 = entries & 15, entries >> 4
+    first = torch.where(b1 > 0, number[:, None] * b1, listed[:, None])
+    once, twice = above[:, b1.clamp(min=1)], above[:, torch.maximum(b1, b2).clamp(min=1)]
+    return ((first + once * b2 + 16 * twice) * 256 + entries).amin(-1) & 255
+
+
+def _of_elements(
+    table: Tensor, k: Tensor, where: _Where, layout: ExactLayout
+) -> tuple[Tensor, Tensor]:
+    """``b1`` and ``b2`` of elements with these old bit patterns."""
+    entry = table[where.classes(k, layout)]
+    return entry & 15, entry >> 4
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Bits of elements, or of blocks, each at its place in its block."""
+
+    at: Tensor
+    width: Tensor
+    value: Tensor
+    block: Tensor
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """All fields, and the number of bits of each block."""
+
+    fields: list[_Field]
+    bits: Tensor
+
+
+def _coded(z: Tensor, b1: Tensor, b2: Tensor, where: _Where) -> _Coded:
+    block = where.block
+    dense, listed = b1 > 0, (b1 == 0) & (z > 0)
+    ones = (1 << b1) - 1
+    fields = [_Field(where.before(b1), b1, torch.minimum(z, ones), block)]
+    end = where.sums(b1)
+
+    def escaped(which: Tensor) -> None:
+        """Levels 2 and 3 of these elements."""
+        nonlocal end
+        ones = (1 << b2) - 1
+        for width, value in (
+            (torch.where(which, b2, 0), torch.minimum(z, ones)),
+            (torch.where(which & (z >= ones), 16, 0), z),
+        ):
+            fields.append(_Field(end[block] + where.before(width), width, value, block))
+            end = end + where.sums(width)
+
+    escaped(dense & (z >= ones))
+    n = where.sums(listed.to(torch.int64))
+    all_dense = where.sums((~dense).to(torch.int64)) == 0
+    width = torch.where(all_dense | ((end == 0) & (n == 0)), 0, _length(where.size))
+    fields.append(_Field(end, width, n, torch.arange(len(n), device=n.device)))
+    end = end + width
+    low, numbers = _elias_fano(n, where)
+    lower = torch.where(listed, low[block], 0)
+    place, rank = where.place, where.before(listed.to(torch.int64))
+    upper = end[block] + (place >> low[block]) + rank
+    fields.append(_Field(upper, listed.to(torch.int64), torch.ones_like(z), block))
+    end = end + numbers
+    fields.append(
+        _Field(end[block] + where.before(lower), lower, place & ((1 << low[block]) - 1), block)
+    )
+    end = end + n * low
+    escaped(listed)
+    return _Coded([_kept(field) for field in fields], end)
+
+
+def _kept(field: _Field) -> _Field:
+    there = field.width > 0
+    return _Field(field.at[there], field.width[there], field.value[there], field.block[there])
+
+
+def _elias_fano(n: Tensor, where: _Where) -> tuple[Tensor, Tensor]:
+    """Lower bits of each of ``n`` places, and numbers of the upper code; by block."""
+    low = _length(where.size // n.clamp(min=1)) - 1
+    return low, torch.where(n > 0, n + (where.size - 1 >> low.clamp(min=0)), 0)
+
+
+def _put(fields: Iterable[_Field], size: int) -> Tensor:
+    """Words with these bits, from 0 on."""
+    words: Tensor | None = None
+    for field in fields:
+        if words is None:
+            words = field.at.new_zeros(size + 1)
+        shifted = field.value << (field.at & 31)
+        words.index_add_(0, field.at >> 5, shifted & _MASK)
+        words.index_add_(0, (field.at >> 5) + 1, shifted >> 32)
+    assert words is not None
+    return words[:size]
+
+
+def _bytes(x: Tensor, width: int) -> Tensor:
+    """Packs numbers of ``width`` bits into words, from 0 on."""
+    lanes = 32 // width
+    padded = torch.nn.functional.pad(x, (0, -len(x) % lanes)).view(-1, lanes)
+    return (padded << width * torch.arange(lanes, device=x.device)).sum(-1)
+
+
+def _words(count: int, width: int) -> int:
+    return -(-count * width // 32)
+
+
+def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
+    k, where = _patterns(row), _Where.of(layout, row.device)
+    spans, blocks = len(layout.spans), layout.blocks
+    words = torch.nn.functional.pad(words, (0, spans + layout.tables + blocks))  # if damaged
+
+    def numbers(at: int, count: int, width: int) -> Tensor:
+        """The first ``count`` numbers of ``width`` bits from word ``at`` on."""
+        lanes = torch.arange(0, 32, width, device=row.device)
+        some = words[at : at + _words(count, width), None] >> lanes
+        return some.flatten()[:count] & ((1 << width) - 1)
+
+    given = numbers(1, spans * CLASSES, 1) > 0
+    entries = int(given.sum())
+    table = words.new_zeros(layout.tables)
+    table[given] = numbers(1 + spans, entries, 8)
+    sizes = numbers(1 + spans + _words(entries, 8), blocks, 16)
+    head = 1 + spans + _words(entries, 8) + _words(blocks, 16)
+    starts = head + sizes.cumsum(0) - sizes
+    b1, b2 = _of_elements(table, k, where, layout)
+
+    def get(at: Tensor, width: Tensor, block: Tensor) -> Tensor:
+        """Numbers at these bits of blocks; bits past a block's end are zeros."""
+        word = at >> 5
+        both = torch.zeros_like(at)
+        for i in (0, 1):
+            there = word + i < sizes[block]
+            index = (starts[block] + word + i).clamp(max=len(words) - 1)
+            both = both | (torch.where(there, words[index], 0) << 32 * i)
+        return both >> (at & 31) & ((1 << width) - 1)
+
+    block = where.block
+    dense = b1 > 0
+    z = get(where.before(b1), b1, block)
+    end = where.sums(b1)
+
+    def escaped(which: Tensor) -> None:
+        """Levels 2 and 3 of these elements."""
+        nonlocal z, end
+        for width in (b2, torch.full_like(b2, 16)):
+            width = torch.where(which, width, 0)
+            found = get(end[block] + where.before(width), width, block)
+            end = end + where.sums(width)
+            z = torch.where(which, found, z)
+            which = which & (z == (1 << b2) - 1)
+
+    escaped(dense & (z == (1 << b1) - 1))
+    each = torch.arange(blocks, device=row.device)
+    all_dense = where.sums((~dense).to(torch.int64)) == 0
+    width = torch.where(all_dense | (sizes == 0), 0, _length(where.size))
+    n = torch.minimum(get(end, width, each), where.size)
+    end = end + width
+    low, bits = _elias_fano(n, where)
+    # One entry for each bit of the upper codes.
+    owner = each.repeat_interleave(bits)
+    number = torch.arange(len(owner), device=row.device) - (bits.cumsum(0) - bits)[owner]
+    found = get(end[owner] + number, torch.ones_like(owner), owner)
+    rank = found.cumsum(0) - found
+    rank = rank - rank[(bits.cumsum(0) - bits)[owner]] if len(owner) else rank
+    end = end + bits
+    lower = get(end[owner] + rank * low[owner], low[owner], owner)
+    place = (number - rank << low[owner]) | lower
+    there = (found > 0) & (place < where.size[owner])
+    listed = torch.zeros_like(dense)
+    listed[(where.first[owner] + place)[there]] = True
+    end = end + n * low
+    escaped(listed & ~dense)
+    q = torch.where(z & 1 > 0, -(z + 1) // 2, z // 2)
+    made = _ordered((_ordered(k) + q) & 0xFFFF)
+    row.copy_(made.to(torch.int16).view(row.dtype))
+
+
+def prepare_exact(layout: ExactLayout) -> None:
+    """See :meth:`tagc.ops.exact.ExactOps.prepare_exact`; nothing to compile."""

@@ -1,0 +1,167 @@
+"""Codec ``exact``: training has the bits of FSDP's own gathers, whatever happens to parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import tagc
+from support.block_net import wrap
+from support.distributed import on_ranks
+from support.exact import equal
+from support.gathering import gathering
+from support.marks import covering
+from support.small_net import local_weights, loss_of, sharded
+
+# Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
+SOME = {"kind": "exact"}, ["*.[02].weight", "head.weight"]
+ALL = {"kind": "exact"}, "*"
+DTYPES = torch.bfloat16, torch.float16
+
+
+def made(dtype: torch.dtype, replicas: int = 1, **options: Any) -> nn.Module:
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if replicas > 1:
+        ranks = torch.distributed.get_world_size() // replicas
+        options["mesh"] = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("r", "s"))
+    return sharded(mp_policy=mixed, **options)
+
+
+def life(model: Any, rank: int, compressor: Any, folder: Any = None) -> list[Tensor]:
+    """Losses and parameters of a run with micro-batches, evaluations, a skipped step, a load, and
+    weights that something else changed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: list[Tensor] = []
+    for step in range(10):
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, rank, 10 * step + micro)
+            loss.backward()
+            found.append(loss.detach())
+        if step != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            with torch.no_grad():
+                found.append(loss_of(model, rank, 100 + step))
+            model.reshard()
+        if step == 5:  # everything is new, and some of it is extreme
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(-(2.0**8)).add_(3.0)
+                    p.to_local().view(-1)[:1].fill_(1e-40)
+                    p.mul_(2.0**-8)
+            if compressor is not None:
+                compressor.refresh()
+        if step == 7:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.to_local().view(-1)[:2].mul_(-1.0)
+            if compressor is not None:
+                compressor.refresh()
+    return [*found, *local_weights(model).values()]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "what", "dtype", "hosts", "reshard"),
+    covering((2, 3, 4), (SOME, ALL), DTYPES, (None, 2), (True, False)),
+)
+def test_a_run_has_native_bits(
+    rank: int, world_size: int, what: Any, dtype: torch.dtype, hosts: Any, reshard: bool
+) -> None:
+    options = {"reshard_after_forward": reshard}
+    native = life(made(dtype, **options), rank, None)
+    model = made(dtype, **options)
+    wrap(model, gathering(*what), hosts=hosts if world_size == 4 else None)
+    ours = life(model, rank, tagc.compressor(model))
+    for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
+        assert torch.equal(mine, theirs), f"number {i}"
+
+
+@on_ranks(4)
+def test_replicas_have_native_bits(rank: int, world_size: int) -> None:
+    native = life(made(torch.bfloat16, replicas=2), rank, None)
+    model = made(torch.bfloat16, replicas=2)
+    wrap(model, gathering(*ALL))
+    ours = life(model, rank, tagc.compressor(model))
+    assert all(map(torch.equal, ours, native))
+
+
+@on_ranks(2)
+def test_a_run_resumes_to_the_bit(rank: int, world_size: int) -> None:
+    whole = wrapped()
+    train_exactly(whole, rank, range(3))
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    saved = tagc.compressor(whole).state_dict()
+    ours = train_exactly(whole, rank, range(3, 6))
+    resumed = wrapped()
+    resumed.load_state_dict(weights)
+    tagc.compressor(resumed).load_state_dict(saved)
+    assert all(map(torch.equal, train_exactly(resumed, rank, range(3, 6)), ours))
+    equal(tagc.compressor(resumed).state_dict(), tagc.compressor(whole).state_dict())
+
+
+def wrapped() -> Any:
+    model = made(torch.bfloat16)
+    wrap(model, gathering(*ALL))
+    return model
+
+
+def train_exactly(model: Any, rank: int, steps: range, rate: float = 0.01) -> list[Tensor]:
+    """Losses and parameters; the optimizer has no state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    losses = []
+    for step in steps:
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *local_weights(model).values()]
+
+
+@on_ranks(2)
+def test_bytes_follow_the_changes(rank: int, world_size: int) -> None:
+    """Next to nothing if no parameter changes, few bits if they move little, and hardly more than
+    the parameters if all are new."""
+    torch.manual_seed(3)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(nn.Linear(256, 256, bias=False), mp_policy=mixed)
+    wrap(model, gathering(*ALL))
+    compressor = tagc.compressor(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    bits = []
+
+    def change(of: Any) -> None:
+        before = compressor.parameter_wire_bytes
+        with torch.no_grad():
+            of(model.weight.to_local())
+        sgd.step()
+        model(torch.ones(1, 256)).sum().backward()
+        model.zero_grad()
+        sent = compressor.parameter_wire_bytes - before
+        bits.append(8 * sent / (256 * 256 / 2))
+
+    change(lambda x: None)
+    bits.clear()
+    for of in (
+        lambda x: None, lambda x: x[:8].add_(1e-4), lambda x: x.add_(1e-4),
+        lambda x: x.copy_(torch.randn(128, 256).exp2_()),
+    ):  # fmt: skip
+        change(of)
+    nothing, few, all_a_little, new = bits
+    assert nothing < 0.1
+    assert few < 1
+    assert all_a_little < 6
+    assert 8 < new < 16.1
+
+
+@on_ranks(2)
+def test_parameters_in_float32_are_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(tagc.PolicyError, match=r"gathered in float32.*MixedPrecisionPolicy"):
+        wrap(sharded(), gathering(*ALL))

@@ -1,0 +1,255 @@
+"""Exact changes: any rows, no bit lost, never longer than the row, and short where they can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import oracle
+from support.marks import named
+from tagc.ops.cpu import exact as cpu
+from tagc.ops.exact import MANTISSA, ExactLayout
+from tagc.ops.reference import exact as reference
+
+BF16, F16, I16, I32 = torch.bfloat16, torch.float16, torch.int16, torch.int32
+DTYPES = (BF16, F16)
+# One element, none, and blocks that are full, short, or of one element.
+SPANS = ((1,), (), (0,), (2,), (33, 0, 1, 1024, 64), (2048,), (3001, 5))
+operators = pytest.mark.parametrize("ops", [reference, cpu], ids=named)
+Rows = tuple[Tensor, Tensor]
+
+
+def normal(n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.02 * torch.randn(1, n, generator=generator)).to(dtype)
+
+
+def bits(n: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**15), 2**15, (1, n), generator=generator).to(I16).view(dtype)
+
+
+def moved(x: Tensor, by: float, seed: int = 7) -> Tensor:
+    return (x.float() + by * normal(x.shape[1], torch.float32, seed)).to(x.dtype)
+
+
+def stepped(x: Tensor, which: slice, by: int = 1) -> Tensor:
+    """Some elements with the next bit patterns."""
+    out = x.clone()
+    out.view(I16)[:, which] += by
+    return out
+
+
+def with_value(x: Tensor, value: float, which: slice) -> Tensor:
+    out = x.clone()
+    out[:, which] = value
+    return out
+
+
+def adversarial(n: int, dtype: torch.dtype) -> dict[str, Rows]:
+    """Old and new rows."""
+    w, zeros, any_ = normal(n, dtype), torch.zeros(1, n, dtype=dtype), bits(n, dtype, 1)
+    least = torch.finfo(dtype).smallest_normal
+    subnormal = (least * torch.linspace(-2, 2, n)[None]).to(dtype)
+    alternating = torch.ones(1, n, dtype=dtype)
+    alternating[:, ::2] = -1
+    middle = slice(n // 2, n // 2 + 1)
+    found = {
+        "random bits": (any_, bits(n, dtype, 2)),
+        "random bits, few change": (any_, stepped(any_, slice(3, None, 97))),
+        "random bits, small steps": (any_, stepped(any_, slice(None), 3)),
+        "everything new": (zeros, w),
+        "back to zero": (w, zeros),
+        "one huge outlier": (w, with_value(w, torch.finfo(dtype).max, middle)),
+        "minus zero": (zeros, -zeros),
+        "every other minus zero": (zeros, with_value(zeros, -0.0, slice(0, None, 2))),
+        "subnormal": (subnormal, stepped(subnormal, slice(0, None, 5))),
+        "through zero": (subnormal, -subnormal),
+        "alternating": (alternating, -alternating),
+        "larger and larger": (w, (w.float() * torch.logspace(-4, 4, n)).to(dtype)),
+        "all the same": (w, w.clone()),
+        "the first": (w, stepped(w, slice(0, 1))),
+        "the last": (w, stepped(w, slice(n - 1, n))),
+        "all by one": (w, stepped(w, slice(None))),
+    }
+    for name, value in (("nan", math.nan), ("inf", math.inf), ("-inf", -math.inf)):
+        some = with_value(w, value, slice(0, None, 11))
+        found |= {f"to {name}": (w, some), f"from {name}": (some, moved(w, 1e-2))}
+    for by in (3.0, 0.1, 1e-2, 1e-3, 1e-4):
+        found[f"moved by {by}"] = (w, moved(w, by))
+    quiet = any_.clone()
+    quiet.view(I16)[:, ::3] |= 0x7F81 if dtype == BF16 else 0x7C01  # NaNs with payloads
+    return found | {"NaNs with payloads": (any_, quiet), "from NaNs with payloads": (quiet, any_)}
+
+
+def sent(ops: Any, old: Tensor, new: Tensor, layout: ExactLayout, spare: int = 3) -> Rows:
+    """The plan, and the message in a buffer that is longer."""
+    plan = oracle.poisoned(1, layout.plan_words, dtype=I32)
+    ops.measure_exact(new, old, plan, layout=layout)
+    message = oracle.poisoned(1, layout.words + spare, dtype=I32)
+    ops.encode_exact(new, old, plan, message, layout=layout)
+    return plan, message
+
+
+def same_patterns(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(I16), b.view(I16))
+
+
+@operators
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("spans", SPANS, ids=str)
+def test_any_row_arrives_to_the_bit_and_is_never_longer(ops, dtype, spans):
+    layout = ExactLayout(spans=spans, dtype=dtype, block=256 if len(spans) > 1 else 1024)
+    for name, (old, new) in adversarial(layout.numel, dtype).items():
+        before = old.clone(), new.clone()
+        plan, message = sent(ops, old, new, layout)
+        total = int(plan[0, 0])
+        assert total == int(message[0, 0]) <= layout.raw_words + 1, name
+        assert bool((message[0, total:] == oracle.SENTINEL).all()), name
+        assert same_patterns(old, before[0]), name
+        assert same_patterns(new, before[1]), name
+        # Several messages, each as long as it has to be.
+        rows = torch.cat([old, old])
+        ops.decode_exact(message[:, :total].expand(2, total), rows, layout=layout)
+        for row in rows:
+            assert same_patterns(row, new[0]), name
+        assert (total == 1) == same_patterns(old, new), name
+        assert name != "random bits" or layout.numel < 9 or total == layout.raw_words + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("block", [32, 512, 2048])
+def test_the_cpu_has_the_plans_and_messages_of_the_reference(dtype, block):
+    layout = ExactLayout(spans=(4100, 0, 1, 513), dtype=dtype, block=block)
+    for name, (old, new) in adversarial(layout.numel, dtype).items():
+        for want, got in zip(
+            *(sent(ops, old, new, layout) for ops in (reference, cpu)), strict=True
+        ):
+            assert torch.equal(want, got), name
+
+
+@operators
+def test_the_example_of_the_format(ops):
+    layout = ExactLayout(spans=(64,), dtype=BF16)
+    old = torch.ones(1, 64, dtype=BF16)
+    new = old.clone()
+    new[0, 5], new[0, 40] = 1 + 2.0**-7, 1 - 2.0**-8
+    plan, message = sent(ops, old, new, layout)
+    assert plan.tolist() == [[5, *[0] * 31, 0x20, 4]]
+    block = 2 | 0b101 << 7 | 5 << 10 | 8 << 15 | 2 << 20 | 1 << 22
+    assert message[0, :5].tolist() == [5, -(2**31), 0x20, 1, block]
+
+
+def entropy(x: Tensor) -> float:
+    """Of the numbers, in bits."""
+    p = torch.unique(x, return_counts=True)[1].double() / len(x)
+    return float(-(p * p.log2()).sum())
+
+
+@operators
+@pytest.mark.parametrize(
+    ("dtype", "rate", "over"),
+    [
+        (BF16, 3e-3, 1.18),
+        (BF16, 3e-4, 1.2),
+        (BF16, 1e-5, 1.42),
+        (BF16, 1e-6, 1.8),
+        (F16, 1e-5, 1.25),
+    ],
+)
+def test_changes_take_little_more_than_their_entropy(ops, dtype, rate, over):
+    """Updates of one size for weights of all sizes: the entropy given the old exponent, per span,
+    is what any code of single elements needs."""
+    scales = (1, 10)
+    n = 50_000
+    masters = torch.cat([scale * normal(n, torch.float32, i) for i, scale in enumerate(scales)], 1)
+    old = masters.to(dtype)
+    new = (masters + rate * 50 * normal(2 * n, torch.float32, 9)).to(dtype)
+    layout = ExactLayout(spans=(n, n), dtype=dtype)
+    plan, _ = sent(ops, old, new, layout)
+    z, k = reference._changes(new[0], old[0]), reference._patterns(old[0])
+    classes = (k >> MANTISSA[dtype]) % 32 + 32 * (torch.arange(2 * n) // n)
+    least = sum(int((classes == c).sum()) * entropy(z[classes == c]) for c in classes.unique())
+    each = 32 * int(plan[0, 0]) / (2 * n)
+    assert each <= over * least / (2 * n)
+
+
+def flipped(message: Tensor, generator: torch.Generator) -> Tensor:
+    """Some bits after the total are wrong."""
+    out = message.clone()
+    places = torch.randint(1, out.shape[1], (20,), generator=generator)
+    out[0, places] ^= 1 << torch.randint(0, 31, (20,), generator=generator).to(I32)
+    return out
+
+
+def garbage(message: Tensor, generator: torch.Generator) -> Tensor:
+    out = torch.randint(-(2**31), 2**31, message.shape, generator=generator).to(I32)
+    out[0, 0] = message[0, 0]
+    return out
+
+
+def cut(message: Tensor, generator: torch.Generator) -> Tensor:
+    return message[:, : int(torch.randint(1, message.shape[1], (), generator=generator))]
+
+
+def ones(message: Tensor, generator: torch.Generator) -> Tensor:
+    out = torch.full_like(message, -1)
+    out[0, 0] = message[0, 0]
+    return out
+
+
+@operators
+@pytest.mark.parametrize("damage", [flipped, garbage, cut, ones], ids=named)
+def test_a_damaged_message_writes_only_to_its_row(
+    ops, damage: Callable[[Tensor, torch.Generator], Tensor]
+):
+    layout = ExactLayout(spans=(777, 64, 1500), dtype=BF16, block=256)
+    generator = torch.Generator().manual_seed(3)
+    old = normal(layout.numel, BF16)
+    for i, by in enumerate((1e-1, 1e-2, 1e-3, 1e-4) * 5):
+        plan, message = sent(ops, old, moved(old, by, i), layout)
+        wide = torch.full((3, layout.numel + 64), 7.0, dtype=BF16)
+        rows = wide[1:2, 32:-32]
+        rows.copy_(old)
+        ops.decode_exact(damage(message[:, : int(plan[0, 0])], generator), rows, layout=layout)
+        beside = torch.cat([wide[0], wide[2], wide[1, :32], wide[1, -32:]])
+        assert bool((beside == 7).all())
+
+
+@operators
+@pytest.mark.parametrize("total", [0, 1, -1, -(2**31), 2**31 - 1])
+def test_a_message_without_a_length_changes_nothing(ops, total):
+    layout = ExactLayout(spans=(500,), dtype=BF16)
+    rows = normal(500, BF16)
+    _, message = sent(ops, rows, moved(rows, 1e-2), layout)
+    assert 1 < int(message[0, 0]) < layout.words
+    message[0, 0] = total
+    before = rows.clone()
+    ops.decode_exact(message, rows, layout=layout)
+    assert same_patterns(rows, before)
+
+
+def test_layout():
+    layout = ExactLayout(spans=(1000, 0, 33), dtype=BF16, block=512)
+    assert (layout.numel, layout.blocks, layout.raw_words, layout.words) == (1033, 3, 517, 518)
+    assert layout.plan_words == 1 + 3 * 32 + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spans": (3, -1)}, r"spans must not be negative, got \(3, -1\)"),
+        ({"spans": (1 << 30, 1 << 30)}, r"fewer than 2\*\*31 elements, got 2147483648"),
+        ({"dtype": torch.float32}, "dtype must be bfloat16 or float16, got torch.float32"),
+        ({"block": 100}, r"block must be a power of two in \[32, 2048\], got 100"),
+        ({"block": 4096}, r"block must be a power of two in \[32, 2048\], got 4096"),
+    ],
+)
+def test_layouts_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ExactLayout(**({"spans": (64,), "dtype": BF16} | changes))
