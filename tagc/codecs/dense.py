@@ -62,12 +62,9 @@ class DensePlan(CodecPlan):
         """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
         return 2 * max(4, self.wire.itemsize) * self.numel
 
-    def widened_bytes(self, sources: int) -> int:
-        return 4 * sources * self.numel if self.wire.itemsize < 4 else 0
-
     def sums_bytes(self, rows: int, ranks: int) -> int:
-        """See :meth:`CodecPlan.sums_bytes`: the sums in float32, beside what torch widens."""
-        return max(4, self.wire.itemsize) * rows * self.numel + self.widened_bytes(rows * ranks)
+        """See :meth:`CodecPlan.sums_bytes`: the sums in float32, and their averages."""
+        return 2 * max(4, self.wire.itemsize) * rows * self.numel
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: anywhere."""

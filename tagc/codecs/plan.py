@@ -165,11 +165,6 @@ class CodecPlan:
         ranks, or to decode messages from ``sources`` ranks."""
         return 0
 
-    def widened_bytes(self, sources: int) -> int:
-        """Temporary bytes that torch allocates on a CPU to sum messages from ``sources`` ranks: it
-        first converts them all to float32. The library's own operators do not."""
-        return 0
-
     def sums_bytes(self, rows: int, ranks: int) -> int:
         """Like :meth:`scratch_bytes`, for ``rows`` sums over ``ranks`` ranks of a host at once."""
         return self.scratch_bytes(rows * ranks, rows * ranks)

@@ -27,6 +27,9 @@ from tagc.ops.program import Level, Program
 from tagc.plan import UnitPlan, as_list
 from tagc.plan.gathers import Gathers
 
+# Programs kept bound: those of a unit, and one for each size of exact messages.
+_BOUND = 64
+
 
 class Phase(Enum):
     """Why FSDP gathers parameters."""
@@ -183,6 +186,8 @@ class UnitGatherer(ABC):
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         replay = self._replays.get((stream, program))
         if replay is None:
+            if len(self._replays) >= _BOUND:
+                self._replays.clear()
             replay = Replay(program, self.store, self._ops, self._levels, self._lockstep, self._own)
             self._replays[stream, program] = replay
         return replay

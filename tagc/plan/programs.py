@@ -198,9 +198,8 @@ def _moments(unit: UnitPlan) -> Iterator[int]:
             yield max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
             continue
         adds_up = messages.rows == 1  # otherwise each message fills a row of its own
-        decoding = codec.widened_bytes(messages.read) if adds_up else 0
         after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
         if half and adds_up and codec.compressed:
             # Two masks of the finite values of a sum in float32, one of the others, and a result.
             after = max(after, 13 * segment.columns)
-        yield codec.scratch_bytes(messages.made, messages.read) + max(encoding, decoding, after)
+        yield codec.scratch_bytes(messages.made, messages.read) + max(encoding, after)

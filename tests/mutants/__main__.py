@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,7 +127,8 @@ def failures(copy: Path, tests: Sequence[str], *options: str) -> list[str]:
     )
     marks = ("FAILED ", "ERROR ")
     lines = [line for line in done.stdout.splitlines() if line.startswith(marks)]
-    return [line.partition(" ")[2].partition(" - ")[0] for line in lines]
+    names = (line.partition(" ")[2].partition(" - ")[0] for line in lines)
+    return [re.sub(r"@[^\]]*$", "", name) for name in names]  # without a group of xdist's
 
 
 def stages(mutant: Mutant, recorded: str, copy: Path) -> Iterator[list[str]]:
