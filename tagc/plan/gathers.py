@@ -203,13 +203,17 @@ class Gathers:
     @cached_property
     def measure(self) -> Program:
         """What a message would make of this rank's shard, in ``out`` ``[1, S]``; nothing is
-        sent."""
+        sent. Exact segments stay as they are."""
         out = Place("out", self._inp.shape, self._inp.dtype, "late")
         if self._unit.keeps_copy:
-            steps = [Launch(Copy(), (self.copy.row(OWN), out)), *self._encode_changes()]
+            steps = [Launch(Copy(), (self.copy.row(OWN), out)), *self._encode_changes(exact=False)]
         else:
             steps = [*self._encode(self._inp)]
-        return self._program(("encode parameters", [*steps, *self._decode(self._send, out)]))
+        steps += self._decode(self._send, out, exact=False)
+        for segment in self._exact:
+            columns = slice(segment.start, segment.stop)
+            steps.append(Launch(Copy(), (self._inp[columns], out[columns])))
+        return self._program(("encode parameters", steps))
 
     def _program(self, *parts: tuple[str, Iterable[Step]]) -> Program:
         return Program.of(self._what, parts)
@@ -255,10 +259,13 @@ class Gathers:
             ),
         )
 
-    def _encode_changes(self) -> list[Step]:
-        return together(self._inp, self._each_change())
+    def _encode_changes(self, *, exact: bool = True) -> list[Step]:
+        """Args:
+        exact: whether to encode exact segments, too.
+        """
+        return together(self._inp, self._each_change(exact))
 
-    def _each_change(self) -> Iterator[Launch]:
+    def _each_change(self, exact: bool) -> Iterator[Launch]:
         changes = Place("changes", self._inp.shape, torch.float32)
         own = self.copy.row(OWN)
         lossy = (s for s in self._unit.segments if s.codec.of_changes and s not in self._exact)
@@ -266,6 +273,8 @@ class Gathers:
             yield Launch(Subtract(), (self._inp[span], own[span], changes[span]))
         for segment, columns, words in self._spans:
             x = self._inp[columns]
+            if segment in self._exact and not exact:
+                continue
             if segment in self._exact:
                 places = (x, own[columns], self._measured(segment), self._send[words])
                 yield Launch(EncodeExact(_layout_of(segment)), places, segment.codec.name)
@@ -278,13 +287,17 @@ class Gathers:
                 x = changes[columns]
             yield from segment.codec.encoding(x, self._send[words])
 
-    def _decode(self, received: Place, rows: Place, *, check: bool = False) -> list[Step]:
+    def _decode(
+        self, received: Place, rows: Place, *, check: bool = False, exact: bool = True
+    ) -> list[Step]:
         """Args:
         check: whether rows become NaN if :attr:`changed` is set.
+        exact: whether to decode exact segments, too.
         """
         launches = [
             launch
             for segment, columns, words in self._spans
+            if exact or segment not in self._exact
             for launch in segment.codec.decoding(received[words], rows[columns])
         ]
         if check:
