@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.coded_mesh import coded
+from support.gathering import gathered_in
 from support.uneven_block import Block
 from tagc.handle import collectives
 from tagc.policy import data_parallel_policies
@@ -61,6 +62,7 @@ def blocks() -> Any:
 def sharded(policy: str, ops: str, device: torch.device, *, hosts: int | None, **how: Any) -> Any:
     """FSDP2 by blocks; ``how`` goes to ``fully_shard``."""
     model = blocks().to(device)
+    how |= gathered_in(policy)
     for block in model.layers:
         fully_shard(block, **how)
     return tagc.wrap(fully_shard(model, **how), policy, hosts=hosts, ops=ops)

@@ -228,7 +228,8 @@ _COLUMNS = (1 << 24, 32)
 def codecs_of(
     policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
 ) -> list[CodecPlan]:
-    """Codecs to time: all that the rules may become, dense, and the codec inside hosts."""
+    """Codecs to time: all that the rules may become for this dtype, dense, and the codec inside
+    hosts."""
     rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
     pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
     if policy.inside != "native" and not parameters:
@@ -251,7 +252,10 @@ def codecs_of(
                 feedback=feedback,
                 matrices=[[(columns // 32, 32)]],
             )
-            found.append(plan_codec(config, request))
+            try:
+                found.append(plan_codec(config, request))
+            except ValueError:  # not for this dtype: a plan says so
+                break
     return found
 
 

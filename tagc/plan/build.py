@@ -139,7 +139,7 @@ def _plan_unit(
     bits of each."""
     runs: list[_Run] = []
     for param in unit.params:
-        info = policy.describe(param.name, param.shape)
+        info = policy.describe(param.name, param.shape, unit.dtype_name)
         index = first_match(rules, info)
         if index is not None:
             matched.add((direction, index))

@@ -171,12 +171,16 @@ def _about_shots(units: Sequence[UnitPlan]) -> Iterator[str]:
 
 def _left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
     """Frozen parameters that are gathered uncompressed despite their rule, and why."""
-    params = (p for unit in units for s in unit.segments if s.rule is None for p in s.params)
     special = (
         (param.special.value, param.name)
-        for param in params
-        if param.special is not None
-        and first_match(policy.parameters, policy.describe(param.name, param.shape)) is not None
+        for unit in units
+        for segment in unit.segments
+        for param in segment.params
+        if segment.rule is None and param.special is not None
+        if first_match(
+            policy.parameters, policy.describe(param.name, param.shape, unit.info.dtype_name)
+        )
+        is not None
     )
     for what, names in _by_reason(special):
         yield (
@@ -259,7 +263,7 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
         )
     for direction, i, rule in rules:
         meant = rule.when != When() and not policy.inherits(direction, i)
-        if meant and (direction, i) not in matched:
+        if meant and (direction, i) not in matched and not _for_others(plan, direction, i):
             found.append(
                 f"policy {policy.name!r}: rule {direction}[{i}] matches no parameter of this "
                 f"model{_nearest(plan, direction, rule)}"
@@ -285,7 +289,16 @@ def _described(plan: Plan, direction: str) -> Iterator[tuple[Segment, UnitParam,
     for unit in (unit for unit in plan.all_units if unit.direction == direction):
         for segment in unit.segments:
             for param in segment.params:
-                yield segment, param, plan.policy.describe(param.name, param.shape)
+                info = plan.policy.describe(param.name, param.shape, unit.info.dtype_name)
+                yield segment, param, info
+
+
+def _for_others(plan: Plan, direction: str, index: int) -> bool:
+    """Whether a rule would select a parameter if that was sent in another dtype."""
+    rules = getattr(plan.policy, direction)
+    dtypes = {dtype for rule in rules for dtype in rule.when.dtype or ()} | {"another"}
+    others = (replace(i, dtype=d) for *_, i in _described(plan, direction) for d in dtypes)
+    return any(first_match(rules, info) == index for info in others)
 
 
 def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:

@@ -159,7 +159,7 @@ def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:
     for segment, wire_bytes in zip(unit.segments, sent, strict=True):
         total = sum(unit.dense_columns([param]) for param in segment.params) or 1
         for param, own, wire_share in unit.shares(segment):
-            info = policy.describe(param.name, param.shape)
+            info = policy.describe(param.name, param.shape, unit.info.dtype_name)
             why = "" if segment.compressed else _why_dense(unit, segment, param, policy, info)
             yield Row(
                 direction=unit.direction,

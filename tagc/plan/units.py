@@ -76,6 +76,11 @@ class UnitInfo:
         """The name in texts for users: the root module has no name of its own."""
         return self.name or "(root)"
 
+    @cached_property
+    def dtype_name(self) -> str:
+        """The dtype as a policy writes it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def in_one_level(self) -> UnitInfo:
         """The same collective if every rank sends for itself."""
         params = self.params

@@ -240,10 +240,10 @@ class Policy(Strict):
         origins = self.origins(direction)
         return bool(origins) and origins[index] != self._source
 
-    def describe(self, name: str, shape: Sequence[int]) -> ParamInfo:
-        """Name, shape, role and layer of a parameter; `roles` decides before tagc's own table,
-        and the names beside it (`for_model`) if that has none."""
-        info = ParamInfo.of(name, tuple(shape))
+    def describe(self, name: str, shape: Sequence[int], dtype: str = "") -> ParamInfo:
+        """What rules ask of a parameter. Of its role `roles` decides before tagc's own table, and
+        the names beside it (`for_model`) if that has none."""
+        info = ParamInfo.of(name, tuple(shape), dtype)
         cleaned = clean_name(name)
         for role, globs in self.roles.items():
             if any(fnmatchcase(cleaned, glob) for glob in globs):

@@ -95,16 +95,20 @@ def layer_of(name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """What a policy knows about a parameter. `shape` is the whole shape, before sharding."""
+    """What a policy knows about a parameter. `shape` is the whole shape, before sharding; `dtype`,
+    empty if unknown, is the one in which it, or its gradient, is sent without tagc."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
     layer: int | None
+    dtype: str = ""
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        return cls(name=name, shape=tuple(shape), role=role_of(name), layer=layer_of(name))
+    def of(cls, name: str, shape: tuple[int, ...], dtype: str = "") -> Self:
+        return cls(
+            name=name, shape=tuple(shape), role=role_of(name), layer=layer_of(name), dtype=dtype
+        )
 
     @property
     def ndim(self) -> int:

@@ -96,9 +96,10 @@ class Near(IntEnum):
     ROLE = 1
     NAME = 2
     LAYERS = 3
-    SIZE = 4
-    NO_MATRIX = 5
-    SMALL = 6
+    DTYPE = 4
+    SIZE = 5
+    NO_MATRIX = 6
+    SMALL = 7
 
 
 class Miss(NamedTuple):
@@ -118,13 +119,16 @@ class When(Strict):
     removed from the name first."""
     layers: _Layers | None = None
     """Blocks to select, both ends included: "4-11", [4, 11], or one number."""
+    dtype: OneOrMore[Literal["bfloat16", "float16", "float32"]] | None = None
+    """The dtype in which FSDP or DDP sends the parameter or its gradient, or a list of dtypes. A
+    rule for other dtypes than the model's is an alternative, and needs not select anything."""
     min_numel: _Numel | None = None
     """Fewest elements of the parameter, before sharding. Without this key, a rule that compresses
     and gives no name skips parameters below 16384 elements."""
     max_numel: _Numel | None = None
     """Most elements of the parameter, before sharding."""
 
-    @field_validator("role", "name")
+    @field_validator("role", "name", "dtype")
     @classmethod
     def _sort(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         # The order of alternatives means nothing, so it must not change the policy's hash.
@@ -149,6 +153,10 @@ class When(Strict):
             first, last = self.layers
             if param.layer is None or not first <= param.layer <= last:
                 return Miss(Near.LAYERS, "no rule for its layer")
+        if self.dtype is not None and param.dtype not in self.dtype:
+            return Miss(
+                Near.DTYPE, f"sent in {param.dtype}, and the rule is for {' and '.join(self.dtype)}"
+            )
         if self.min_numel is not None and param.numel < self.min_numel:
             return Miss(Near.SIZE, f"{param.numel:,} elements < min_numel {self.min_numel:,}")
         if self.max_numel is not None and param.numel > self.max_numel:

@@ -18,13 +18,15 @@ from parity.model import loss_of as token_loss
 from support import small_net
 from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
+from support.gathering import gathered_in
 from support.marks import slow
 from support.small_net import loss_of
 from support.states import POLICIES, QUANTIZED, shipped, wrapped
 from tagc.codecs.workspace import Workspace
 from tagc.collect.replay import Replay
+from tagc.policy import data_parallel_policies
 
-SHIPPED = sorted(tagc.policies())
+SHIPPED = data_parallel_policies()
 # Of every kind of state one that has it.
 QUICK = ("matrix lead", "sketch shared", "thrifty")
 
@@ -91,7 +93,8 @@ def check(model: nn.Module, rank: int, loss: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("policy", [p if p in QUICK else slow(p) for p in (*SHIPPED, *POLICIES)])
 def test_state_stays_where_it_is(rank: int, world_size: int, policy: str) -> None:
     if policy in SHIPPED:
-        check(wrap(sharded(net()), shipped(policy)), rank, token_loss)
+        model = sharded(net(), **gathered_in(policy))
+        check(wrap(model, shipped(policy)), rank, token_loss)
     else:
         check(wrapped(POLICIES[policy]), rank, loss_of)
 

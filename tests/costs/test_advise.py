@@ -63,9 +63,10 @@ def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> N
     assert table["loco-4bit"][2] == "-"
     assert table["loco-4bit"][3] == f"{1 + four:.3g} s"
     # There is no attention.
-    policies = set(data_parallel_policies()) - {"dense", "attn-only"}
+    policies = set(data_parallel_policies()) - {"dense", "attn-only", "exact"}
     assert set(table) == {"dense fp32", "dense bf16"} | policies
     assert f"policy {str(attention)!r} compresses nothing in this model" in out
+    assert "exact: codec 'exact' of " in out
     assert "codec time: not included; --memory-bandwidth gives a lower bound" in out
     assert "time of the CPU that starts a GPU's kernels: not included" in out
     assert "Compression pays: thrifty takes" in out

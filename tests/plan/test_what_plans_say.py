@@ -96,9 +96,9 @@ def test_the_rest_as_bfloat16_is_not_all_that_was_asked_for():
     text = str(caught.value)
     assert "compresses nothing in this model" in text
     assert "to send all as bfloat16, keep only that rule; to compress nothing" in text
-    assert "none of its rules (gradients[0], parameters[0]) selects any of the 3" in text
+    assert "none of its rules (gradients[0], parameters[0], parameters[1]) selects any of" in text
     assert "layers.0.mine.weight (other, and 2 more): no rule for its role" in text
-    assert "under `roles` in a policy that extends this one" in text
+    assert "(other, and 2 more): sent in float32, and the rule is for bfloat16 and float16" in text
     half = {"when": {}, "codec": {"kind": "dense", "wire": "bfloat16"}}
     tagc.explain(named, {"schema": 1, "gradients": [half]}, world_size=2)
 

@@ -153,7 +153,7 @@ def test_all_errors_are_listed_by_line(tmp_path):
     [
         (
             "attn_only",
-            "did you mean 'attn-only'? available: attn-only, auto, dense, half-bit",
+            "did you mean 'attn-only'? available: attn-only, auto, dense, exact",
         ),
         ("zzz", "no built-in policy 'zzz'; available: attn-only, auto"),
         ("missing/p", "missing/p: cannot be read: No such file"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ DENSE = {"when": {}, "codec": {"kind": "dense"}}
 # Policies that come with the package
 
 # What a policy compresses, if not every matrix; and the policies that compress gathers as well.
-COMPRESSED = {"attn-only": {"attention"}, "dense": set()}
+COMPRESSED = {"attn-only": {"attention"}, "dense": set(), "exact": set()}
 MATRICES = {"attention", "mlp", "embedding", "head", "other"}
-GATHERS = {"hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto", "attn-only"}
+GATHERS = {"hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto"}
+
+
+EXACT = {"exact", "hosts", "attn-only"}
 
 
 @pytest.mark.parametrize("name", policies())
@@ -44,9 +48,9 @@ def test_shipped_policies(name: str, tmp_path: Path) -> None:
     assert list(policies()) == sorted(policies())
     assert policies()[name].endswith(".")
     policy = Policy.load(name)
-    compressed, gathered = set(), set()
+    compressed, gathered, exact = set(), set(), set()
     for role in ROLES:
-        info = ParamInfo(name="w", shape=BIG, role=role, layer=0)
+        info = ParamInfo(name="w", shape=BIG, role=role, layer=0, dtype="float32")
         index = first_match(policy.gradients, info)
         if index is not None:
             codec = policy.gradients[index].codec
@@ -54,10 +58,15 @@ def test_shipped_policies(name: str, tmp_path: Path) -> None:
                 compressed.add(role)
             elif name == "attn-only":
                 assert codec.model_dump()["wire"] == "bfloat16"
-        if any(rule.when.miss(info) is None for rule in policy.parameters):
+        if first_match(policy.parameters, info) is not None:
             gathered.add(role)
+        index = first_match(policy.parameters, replace(info, dtype="bfloat16"))
+        if index is not None and policy.parameters[index].codec.kind == "exact":
+            exact.add(role)
     assert compressed == COMPRESSED.get(name, MATRICES)
-    assert gathered == (compressed if name in GATHERS else set())
+    in_fp32 = {"attn-only": {"attention"}} | dict.fromkeys((*GATHERS, "exact"), MATRICES)
+    assert gathered == in_fp32.get(name, set())
+    assert exact == (MATRICES if name in EXACT else set())
     assert Policy.load(write(tmp_path, shown=show(name))) == policy
     assert "# When to use" in show(name)
 
@@ -370,10 +379,12 @@ def test_what_extends_is_shown_as_one(tmp_path: Path) -> None:
         ({"min_numel": 512 * 512 + 1}, "layers.0.mlp.w1.weight", False),
         ({"min_numel": 512 * 512, "max_numel": 512 * 512}, "layers.0.mlp.w1.weight", True),
         ({"max_numel": 512 * 512 - 1}, "layers.0.mlp.w1.weight", False),
+        ({"dtype": "float16"}, "layers.0.mlp.w1.weight", True),
+        ({"dtype": ["float32", "bfloat16"]}, "layers.0.mlp.w1.weight", False),
     ],
 )
 def test_conditions(when: dict, name: str, expected: bool):
-    index = first_match(one_rule(when).gradients, ParamInfo.of(name, BIG))
+    index = first_match(one_rule(when).gradients, ParamInfo.of(name, BIG, "float16"))
     assert index == (0 if expected else None)
 
 

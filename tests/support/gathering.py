@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import tagc
 from tagc.collect import Phase, UnitGatherer, UnitReducer
 
 INT8 = {"kind": "quantized", "bits": 8, "block": 32}
@@ -51,3 +54,11 @@ def recorded(calls: list[tuple[UnitGatherer, bool, Tensor, Tensor]]) -> Iterator
 
     with patch.object(UnitGatherer, "gather", gather):
         yield
+
+
+def gathered_in(policy: str) -> dict[str, Any]:
+    """Options of ``fully_shard`` for a shipped policy: 16 bits if it sends such parameters as exact
+    changes."""
+    if all(rule.codec.kind != "exact" for rule in tagc.Policy.load(policy).parameters):
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

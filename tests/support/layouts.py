@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
@@ -30,6 +30,7 @@ class Layout:
         per_host: ranks that share a host; None if every rank sends for itself.
         tensor: tensor-parallel ranks; 0 for the model that has no tensor parallelism.
         replicas: copies, over which tagc averages.
+        dtype: in which FSDP2 gathers parameters.
     """
 
     data: int
@@ -37,12 +38,14 @@ class Layout:
     per_host: int | None = None
     tensor: int = 0
     replicas: int = 1
+    dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         text = f"{self.api} {self.data}"
         text += f" hosts-of-{self.per_host}" if self.per_host else ""
         text += f" tensor-{self.tensor}" if self.tensor else ""
-        return text + (f" replicas-{self.replicas}" if self.replicas > 1 else "")
+        text += f" replicas-{self.replicas}" if self.replicas > 1 else ""
+        return text + (f" {self.dtype}" if self.dtype else "")
 
     @property
     def ranks(self) -> int:
@@ -73,7 +76,8 @@ class Layout:
                 replicate(module)
             return model
         if self.replicas == 1:
-            return small_net.sharded()
+            mixed = MixedPrecisionPolicy(self.dtype, torch.float32)
+            return small_net.sharded(mp_policy=mixed)
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", (self.replicas, self.data), mesh_dim_names=names)
         model = small_net.net()

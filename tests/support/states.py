@@ -89,7 +89,9 @@ def shipped(name: str) -> dict[str, Any]:
     for rule in (*policy["gradients"], *policy.get("parameters", [])):
         if rule["when"]:
             # Roles are not those of the small model.
-            rule["when"] = {"min_numel": 1}
+            rule["when"] = {"min_numel": 1} | {
+                k: v for k, v in rule["when"].items() if k == "dtype"
+            }
         if "warmup_steps" in rule["codec"]:
             rule["codec"]["warmup_steps"] = 1
     return policy
