@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.block_net import wrap
 from support.distributed import on_ranks
-from support.exact import equal
 from support.gathering import gathering
 from support.marks import covering
 from support.small_net import local_weights, loss_of, sharded
+from support.states import shipped
 
 # Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
 SOME = {"kind": "exact"}, ["*.[02].weight", "head.weight"]
@@ -92,37 +93,58 @@ def test_replicas_have_native_bits(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, ours, native))
 
 
-@on_ranks(2)
-def test_a_run_resumes_to_the_bit(rank: int, world_size: int) -> None:
-    whole = wrapped()
-    train_exactly(whole, rank, range(3))
-    weights = {name: value.clone() for name, value in whole.state_dict().items()}
-    saved = tagc.compressor(whole).state_dict()
-    ours = train_exactly(whole, rank, range(3, 6))
-    resumed = wrapped()
-    resumed.load_state_dict(weights)
-    tagc.compressor(resumed).load_state_dict(saved)
-    assert all(map(torch.equal, train_exactly(resumed, rank, range(3, 6)), ours))
-    equal(tagc.compressor(resumed).state_dict(), tagc.compressor(whole).state_dict())
+@pytest.mark.slow
+@on_ranks(timeout=600)
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "replicas"), [(2, None, 1), (4, None, 1), (4, 2, 1), (4, None, 2)]
+)
+def test_a_long_run_with_kills_has_native_bits(
+    rank: int, world_size: int, hosts: Any, replicas: int, muon: bool
+) -> None:
+    """The policy as it is shipped, but for weights of any size."""
+    native = long_run(rank, replicas, muon, None, None)
+    ours = long_run(rank, replicas, muon, shipped("exact"), hosts)
+    for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
+        assert torch.equal(mine, theirs), f"number {i}"
 
 
-def wrapped() -> Any:
-    model = made(torch.bfloat16)
-    wrap(model, gathering(*ALL))
-    return model
-
-
-def train_exactly(model: Any, rank: int, steps: range, rate: float = 0.01) -> list[Tensor]:
-    """Losses and parameters; the optimizer has no state."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    losses = []
-    for step in steps:
+def long_run(rank: int, replicas: int, muon: bool, policy: Any, hosts: Any) -> list[Tensor]:
+    """Losses and parameters of 200 steps, in which all processes die twice if there is a policy:
+    nothing of what a checkpoint leaves out remains."""
+    model = made(torch.bfloat16, replicas)
+    if policy is not None:
+        wrap(model, policy, hosts=hosts)
+    optimizers = optimizers_of(model, muon)
+    found: list[Tensor] = []
+    for step in range(200):
+        if policy is not None and step in (67, 134):
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            states = [deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            saved = tagc.compressor(model).state_dict()
+            model = made(torch.bfloat16, replicas)
+            wrap(model, policy, hosts=hosts)
+            model.load_state_dict(weights)
+            tagc.compressor(model).load_state_dict(saved)
+            optimizers = optimizers_of(model, muon)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
         loss = loss_of(model, rank, step)
         loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *local_weights(model).values()]
+        found.append(loss.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *local_weights(model).values()]
+
+
+def optimizers_of(model: nn.Module, muon: bool) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices, and AdamW for the rest. Over replicas Muon refuses matrices
+    with fewer rows than ranks."""
+    matrices = [p for p in model.parameters() if muon and p.ndim == 2 and p.shape[0] > 4]
+    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=1e-3)]
+    return [torch.optim.Muon(matrices, lr=1e-3), *found] if muon else found
 
 
 @on_ranks(2)
