@@ -53,6 +53,8 @@ ZERO, EXCEPTION = 14, 15
 """The codes that are no difference to ``top``."""
 ABOVE_MEAN = 4
 """What ``top`` is above the mean exponent, unless it is the largest."""
+BITS = 8 * (BLOCK + BLOCK // 2 + 2) / BLOCK
+"""Bits of an element in the shorter message, without its head."""
 HEAD = 4
 """int32 words before the elements."""
 
