@@ -56,10 +56,8 @@ class CodedCollectives:
 
     def codes_messages(self, t: Tensor) -> bool:
         """Whether two ranks send each other ``t`` as a message."""
-        if not self.codes(t, t.numel()):
-            return False
-        usual, most = self._coder.lengths(t.numel())
-        return usual == most or self._transport.by_messages(t.device)
+        known = not self._coder.varies or self._transport.by_messages(t.device)
+        return known and self.codes(t, t.numel())
 
     def all_gather(self, out: Tensor, inp: Tensor) -> CodedWork:
         """Gather every rank's ``inp`` ``[n]`` in ``out`` ``[W, n]``."""
@@ -156,7 +154,7 @@ class CodedCollectives:
         if transport.by_messages(t.device):
             received = messages.new_empty(size, most)
             used = [self._length(messages[0], usual)] * size
-            return received, transport.exchange(received, [messages[0]] * size, used=used)
+            return received, transport.exchange(received.unbind(), [messages[0]] * size, used=used)
         words = most if self._any_long(transport, messages, t.device) else usual
         received = messages.new_empty(size, words)
         return received, transport.gather(received, messages[:, :words], in_flight=True)
@@ -168,7 +166,7 @@ class CodedCollectives:
         if transport.by_messages(t.device):
             received = torch.empty_like(messages)
             used = [self._length(message, usual) for message in messages]
-            return received, transport.exchange(received, messages, used=used)
+            return received, transport.exchange(received.unbind(), messages.unbind(), used=used)
         words = most if self._any_long(transport, messages, t.device) else usual
         received = messages.new_empty(len(messages), words)
         sent = messages[:, :words].contiguous()

@@ -35,7 +35,7 @@ DENSE = {"when": {}, "codec": {"kind": "dense"}}
 # What a policy compresses, if not every matrix; and the policies that compress gathers as well.
 COMPRESSED = {"attn-only": {"attention"}, "dense": set()}
 MATRICES = {"attention", "mlp", "embedding", "head", "other"}
-GATHERS = {"hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto", "attn-only"}
+GATHERS = {"hybrid", "hybrid-3d", "mz-hybrid", "hosts", "thrifty", "stateless", "auto", "attn-only"}
 
 
 @pytest.mark.parametrize("name", policies())
