@@ -60,7 +60,7 @@ def _spare(exponent: Tensor, exception: Tensor) -> tuple[Tensor, Tensor]:
     exponent, exception = (
         pad(t, gap).view(n, -1, CHUNK * BLOCK) for t in (exponent, exception.to(torch.int64))
     )
-    room = torch.full((whole // CHUNK,), CHUNK, device=exponent.device)
+    room = exponent.new_full((whole // CHUNK,), CHUNK)
     room[-1:] -= whole - blocks
     fits = (exception.sum(-1) <= room).all(-1)
     rank = exception.cumsum(-1) - exception
