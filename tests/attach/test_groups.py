@@ -408,7 +408,7 @@ def moved(group: Any, rank: int, t: Tensor) -> tuple[list[Tensor], list[Tensor]]
     return [gathered, exchanged, received], [shard, total] if W == 2 else []
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("on_nccl", [False, True])
 def test_exact_groups_have_the_bits_of_torchs_own(
     rank: int, world_size: int, on_nccl: bool
