@@ -158,23 +158,30 @@ def sites(policy: str, ops: str, device: torch.device) -> Tensors:
     return left(model, handle.state_dict())
 
 
-def groups(policy: str, ops: str, device: torch.device) -> Tensors:
-    """What collectives of activations return, one after the other and several at once."""
-    names = ("pp", "tp")
+def groups(
+    names: tuple[str, str], bits: int, policy: str, ops: str, device: torch.device
+) -> Tensors:
+    """What collectives of activations return, one after the other and several at once.
+
+    Args:
+        names: of the mesh's dimensions; others for each policy, as torch takes meshes with the same
+            names for equal.
+        bits: what arrives, see :func:`coded`.
+    """
     with patch.dict(os.environ, {"TAGC_OPS": ops}):
         mesh: Any = tagc.init_device_mesh(
             device.type, (2, RANKS // 2), mesh_dim_names=names, policy=policy
         )
         whole: Any = tagc.init_device_mesh(
-            device.type, (RANKS,), mesh_dim_names=("tp",), policy=policy
+            device.type, (RANKS,), mesh_dim_names=names[1:], policy=policy
         )
         found: Tensors = {}
         for dtype in (torch.float32, torch.bfloat16):
-            for label, group in (("tp", mesh["tp"].get_group()), ("all", whole.get_group())):
+            for label, group in (("half", mesh[names[1]].get_group()), ("all", whole.get_group())):
                 results = passed(group, dtype, device)
                 found |= {f"{label} {dtype} {i}": t.cpu() for i, t in enumerate(results)}
-            for i, t in enumerate(sent_on(mesh["pp"].get_group(), dtype, device)):
-                found[f"pp {dtype} {i}"] = t.cpu()
+            for i, t in enumerate(sent_on(mesh[names[0]].get_group(), dtype, device, bits)):
+                found[f"stages {dtype} {i}"] = t.cpu()
     return found
 
 
@@ -198,7 +205,9 @@ def passed(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -
     return [out, shard, reduced, mean, exchanged]
 
 
-def sent_on(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def sent_on(
+    group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, bits: int
+) -> list[Tensor]:
     """What two stages of a pipeline send each other at once, once alone and once with more."""
     me = dist.get_rank()
     peer = dist.get_global_rank(group, 1 - group.rank())
@@ -209,7 +218,7 @@ def sent_on(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) 
         receives = [dist.P2POp(dist.irecv, t, peer, group=group) for t in received[:count]]
         for work in dist.batch_isend_irecv(sends + receives):
             work.wait()
-        assert torch.equal(received[0].cpu(), coded(theirs[0].cpu()).to(dtype))
+        assert torch.equal(received[0].cpu(), coded(theirs[0].cpu(), bits).to(dtype))
     assert torch.equal(received[1], theirs[1])
     return received
 
@@ -224,7 +233,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 CASES: list[tuple[str, str, Callable[[str, str, torch.device], Tensors]]] = [
     ("hybrid", "flat", partial(wrapped, flat)),
-    ("hybrid-3d", "groups", groups),
+    ("hybrid-3d", "groups", partial(groups, ("pp", "tp"), 8)),
+    ("mz-hybrid", "groups", partial(groups, ("cp", "ep"), 0)),
     ("sites", "sites", sites),
     ("sites-thin", "sites", sites),
 ]

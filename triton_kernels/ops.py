@@ -16,6 +16,7 @@ from .dequantize import dequantize
 from .exact_decode import decode_exact
 from .exact_encode import encode_exact
 from .exact_measure import measure_exact
+from .exponents import pack_exponents, unpack_exponents
 from .fingerprint import fingerprint
 from .jit import INTERPRETED, compiling_only
 from .lag import undo_lag
@@ -25,6 +26,7 @@ from .prepare import (
     prepare,
     prepare_blocks,
     prepare_exact,
+    prepare_exponents,
     prepare_lag,
     prepare_matrix,
     prepare_thresholds,
@@ -47,10 +49,12 @@ __all__ = [
     "get_dense",
     "insert",
     "measure_exact",
+    "pack_exponents",
     "peel",
     "prepare",
     "prepare_blocks",
     "prepare_exact",
+    "prepare_exponents",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
@@ -63,6 +67,7 @@ __all__ = [
     "steer",
     "sum_dense",
     "undo_lag",
+    "unpack_exponents",
 ]
 
 

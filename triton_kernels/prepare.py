@@ -29,6 +29,10 @@ def prepare_exact(layout: ExactLayout) -> None:
     """See :meth:`tagc.ops.exact.ExactOps.prepare_exact`."""
 
 
+def prepare_exponents() -> None:
+    """See :meth:`tagc.ops.exponents.ExponentOps.prepare_exponents`."""
+
+
 def prepare_lag() -> None:
     """See :meth:`tagc.ops.lag.LagOps.prepare_lag`."""
 

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         default=_METHODS,
-        help="dense, bf16 (between stages), '8 bits', '4 bits, stochastic', 'all hard' (gradients "
-        "in half a bit, activations in 4), or a policy",
+        help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
+        "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
     )
     add("--seeds", type=int, default=3, help="pairs of each line")
     add("--steps", type=int, default=600, help="of a run whose loss is measured")
@@ -129,6 +129,8 @@ def _times(records: Sequence[Record]) -> str:
 _BATCH = 32
 _MICRO_BATCHES = 4
 _WINDOWS = 2048
+_BF16 = ("bf16", "exact")
+"""Methods whose stages send each other bfloat16."""
 
 
 def policy_of(method: str) -> Any:
@@ -139,9 +141,11 @@ def policy_of(method: str) -> Any:
         hard = policy_of("4 bits")
         return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
-    if rest not in ("bits", "bits, stochastic"):
+    if method != "exact" and rest not in ("bits", "bits, stochastic"):
         return method
-    codec: dict[str, Any] = {"kind": "quantized", "bits": int(bits), "block": 64}
+    codec: dict[str, Any] = {"kind": "exact"}
+    if rest:
+        codec = {"kind": "quantized", "bits": int(bits), "block": 64}
     if rest.endswith("stochastic"):
         codec["rounding"] = "stochastic"
     return {
@@ -245,7 +249,7 @@ class Trainer:
 
     def _make_pipeline(self) -> Any:
         stage, stages = self._place("pp"), self._job.layout["pp"]
-        module = _InBfloat16(self.net) if self._job.method == "bf16" else self.net
+        module = _InBfloat16(self.net) if self._job.method in _BF16 else self.net
         group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
         made = PipelineStage(module, stage, stages, cpu, group=group)
         return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)

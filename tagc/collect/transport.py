@@ -124,17 +124,30 @@ class Transport:
         return self.exchange(received, sent)
 
     def exchange(
-        self, out: Sequence[Tensor], inp: Sequence[Tensor], *, in_flight: bool = False
+        self,
+        out: Sequence[Tensor],
+        inp: Sequence[Tensor],
+        *,
+        in_flight: bool = False,
+        used: Sequence[int] | None = None,
     ) -> CollectiveWork:
         """Send ``inp[d]`` to rank ``d``; ``out[r]`` is from rank ``r``. Sizes may differ. (Not for
-        a GPU on gloo.) ``in_flight``: see :meth:`all_to_all`."""
+        a GPU on gloo.)
+
+        Args:
+            in_flight: see :meth:`all_to_all`.
+            used: only the first ``used[d]`` elements of ``inp[d]``, flat, are sent, and the others
+                of the receiver's ``out`` keep what they have. Receivers need not know. Only if
+                ranks send each other messages.
+        """
+        used = [t.numel() for t in inp] if used is None else used
         if self.by_messages(inp[0].device):
-            works = self._messages(out, inp)
+            works = self._messages(out, inp, used=used)
         else:
             works = _started(
                 dist.all_to_all(list(out), list(inp), group=self.group, async_op=in_flight)
             )
-        sent = sum(t.numel() for r, t in enumerate(inp) if r != self.rank)
+        sent = sum(size for r, size in enumerate(used) if r != self.rank)
         return CollectiveWork(works, sent * inp[0].element_size())
 
     def sum_each(self, out: Tensor, inp: Tensor, scratch: Tensor) -> CollectiveWork:
@@ -219,9 +232,14 @@ class Transport:
         return CollectiveWork(works, 0), out
 
     def _messages(
-        self, out: Sequence[Tensor], sent: Sequence[Tensor], tag: int | None = None
+        self,
+        out: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        tag: int | None = None,
+        used: Sequence[int] | None = None,
     ) -> list[Any]:
-        """An all-to-all by messages; all receives are posted before the first send."""
+        """An all-to-all by messages; all receives are posted before the first send. ``used``: see
+        :meth:`exchange`."""
         tag = self._tag if tag is None else tag
         # Each rank begins with its next neighbour, so they don't all begin with the same rank.
         others = (*range(self.rank + 1, self.size), *range(self.rank))
@@ -231,13 +249,14 @@ class Transport:
                 works.append(self.receive(out[r], r, tag))
         for r in others:
             if sent[r].numel():
-                works.append(self.send(sent[r], r, tag))
-        out[self.rank].copy_(sent[self.rank])
+                works.append(self.send(sent[r], r, tag, None if used is None else used[r]))
+        own = slice(None if used is None else used[self.rank])
+        out[self.rank][own].copy_(sent[self.rank][own])
         return works
 
-    def send(self, t: Tensor, rank: int, tag: int) -> Any:
-        """Start sending ``t`` to ``rank``."""
-        return dist.isend(t, group=self.group, group_dst=rank, tag=tag)
+    def send(self, t: Tensor, rank: int, tag: int, used: int | None = None) -> Any:
+        """Start sending ``t`` to ``rank``, or its first ``used`` elements."""
+        return dist.isend(t[:used], group=self.group, group_dst=rank, tag=tag)
 
     def receive(self, t: Tensor, rank: int, tag: int) -> Any:
         """Start receiving ``t`` from ``rank``."""

@@ -172,10 +172,12 @@ def advise(args: argparse.Namespace) -> int:
     if mesh is None:
         _check_ranks(args)
     else:
-        traffic = _traffic(args, shapes, Policy.load("hybrid-3d"), mesh)
+        policy = next((p for p in map(Policy.load, args.policy) if p.dimensions), None)
+        policy = policy or Policy.load("hybrid-3d")
+        traffic = _traffic(args, shapes, policy, mesh)
         advice = advise_dimensions(traffic, mesh, link, memory_bandwidth=args.memory_bandwidth)
         dimensions = [asdict(each) | {"pays": each.pays} for each in advice]
-        lines = advice_table(advice, link) if advice else []
+        lines = advice_table(advice, link, policy) if advice else []
         if shared and together > 1:
             lines += ["", f"FSDP's {together} ranks share a host: leave its traffic to it."]
         if not args.json:

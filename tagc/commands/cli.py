@@ -204,7 +204,13 @@ def _add_advise(commands: Any) -> None:
     )
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
     command.add("--ops", help="implementation to time on cpu")
-    command.add("--policy", nargs="+", default=[], metavar="FILE", help="more policies to compare")
+    command.add(
+        "--policy",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="more policies to compare; the first with dimensions is advised for activations",
+    )
     command.add(
         "--plot",
         metavar="FILE",

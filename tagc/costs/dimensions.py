@@ -31,9 +31,11 @@ from dataclasses import dataclass, replace
 from tagc.basics.quantities import format_seconds
 from tagc.costs.link import PAYS, Link, Traffic
 from tagc.costs.shapes import ModelError, ModelShapes, ParamShape
+from tagc.ops.exponents import BITS as EXPONENT_BITS
 from tagc.plan import aligned, format_bytes
 from tagc.policy import Policy
 from tagc.policy.roles import role_of
+from tagc.policy.rules import DimensionRule, ExactActivationsConfig
 
 ACTIVATIONS = ("tp", "cp", "pp", "ep")
 """The dimensions that send activations."""
@@ -48,7 +50,7 @@ class DimensionTraffic:
     dimension: str
     ranks: int
     elements: int
-    bits: float | None  # of an element, scales included; None without a rule
+    bits: float | None  # of an element, scales included; None if it travels as it is
     dense_bytes: int
     wire_bytes: int
     collectives: int
@@ -117,8 +119,7 @@ def activation_traffic(
         else:
             starts = math.ceil(4 * mine * _blocks_with_experts(shapes) / blocks)
             elements = starts * others * tokens * experts_per_token * width
-        rule = policy.dimensions.get(name)
-        bits = None if rule is None else rule.codec.bits + 16 / rule.codec.block
+        bits = _bits(policy.dimensions.get(name), itemsize)
         dense = round(elements * itemsize)
         found.append(
             DimensionTraffic(
@@ -132,6 +133,16 @@ def activation_traffic(
             )
         )
     return found
+
+
+def _bits(rule: DimensionRule | None, itemsize: int) -> float | None:
+    """Bits of an element of ``itemsize`` bytes; None if it travels as it is."""
+    if rule is None:
+        return None
+    codec = rule.codec
+    if isinstance(codec, ExactActivationsConfig):
+        return EXPONENT_BITS if itemsize == 2 else None  # of bfloat16
+    return codec.bits + 16 / codec.block
 
 
 def _width(shapes: ModelShapes) -> int:
@@ -213,7 +224,8 @@ class DimensionAdvice:
 
     @property
     def pays(self) -> bool:
-        return self.dense_seconds - self.seconds >= PAYS * self.dense_seconds > 0
+        saved = self.dense_seconds - self.seconds
+        return self.traffic.bits is not None and saved >= PAYS * self.dense_seconds > 0
 
 
 def advise_dimensions(
@@ -253,7 +265,7 @@ def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> f
     return link.seconds(Traffic(collectives=starts, **ways), t.ranks)
 
 
-def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
+def advice_table(advice: list[DimensionAdvice], link: Link, policy: Policy) -> list[str]:
     rows = [("activations", "ranks", "link", "dense", "time", "sent", "time", "compress")]
     for each in advice:
         t = each.traffic
@@ -265,10 +277,10 @@ def advice_table(advice: list[DimensionAdvice], link: Link) -> list[str]:
         before, after = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
         pays = "yes" if each.pays else "no"
         rows.append((t.dimension, str(t.ranks), where, before, dense, after, coded, pays))
-    return [*aligned(rows, left=(0, 2)), "", *_verdict(advice)]
+    return [*aligned(rows, left=(0, 2)), "", *_verdict(advice, policy)]
 
 
-def _verdict(advice: list[DimensionAdvice]) -> list[str]:
+def _verdict(advice: list[DimensionAdvice], policy: Policy) -> list[str]:
     """Sentences: what to compress, how much time it saves, and how to write the policy."""
     names = [each.traffic.dimension for each in advice if each.pays]
     if not names:
@@ -277,15 +289,21 @@ def _verdict(advice: list[DimensionAdvice]) -> list[str]:
     best = sum(each.seconds if each.pays else each.dense_seconds for each in advice)
     saved = f"{format_seconds(best)} a step instead of {format_seconds(dense)}"
     if len(names) == len(advice):
-        return [f"Compress all activations, as policy hybrid-3d does: {saved}."]
-    rules = ", ".join(
-        f"{name}: {{codec: {{kind: quantized, bits: 8, block: 64}}}}" for name in names
-    )
+        return [f"Compress all activations, as policy {policy.name} does: {saved}."]
+    rules = ", ".join(f"{name}: {{codec: {_written(policy.dimensions[name])}}}" for name in names)
     return [
         f"Compress {' and '.join(names)}: {saved} (what lies inside hosts without "
         "--inside-bandwidth is not counted).",
         f"Write {{schema: 1, extends: hybrid, dimensions: {{{rules}}}}}.",
     ]
+
+
+def _written(rule: DimensionRule) -> str:
+    """The codec, as in a policy."""
+    codec = rule.codec
+    if isinstance(codec, ExactActivationsConfig):
+        return "{kind: exact}"
+    return f"{{kind: quantized, bits: {codec.bits}, block: {codec.block}}}"
 
 
 def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:

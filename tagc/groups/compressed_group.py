@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.basics.switch import is_disabled
-from tagc.codecs.rows import RowCoder
+from tagc.codecs.rows import Coder, ExponentCoder, RowCoder
 from tagc.collect.transport import MARKS, CollectiveWork, Transport, failing_in
-from tagc.groups.activations import CODED, CodedCollectives, is_coded
+from tagc.groups.activations import CodedCollectives
 from tagc.groups.forward import in_backward, in_forward, in_recomputation
 from tagc.groups.works import Batches, CodedWork, several
-from tagc.ops import get_ops
-from tagc.policy.rules import DimensionRule
+from tagc.ops import Ops, get_ops
+from tagc.policy.rules import DimensionRule, ExactActivationsConfig
 
 BACKEND = "tagc"
 """The backend's name for torch."""
@@ -41,11 +41,12 @@ BACKEND = "tagc"
 class _Inner(Transport):
     """The transport of an inner group, which torch's functions for two ranks do not know.
 
-    A message meets a receive of its own size only: gloo would end the process, or fill a part.
+    A message meets a receive of its own size only: gloo would end the process, or fill a part. The
+    size is that of the room for the message, of which less may be used.
     """
 
-    def send(self, t: Tensor, rank: int, tag: int) -> Any:
-        return self.group.send([t], rank, tag ^ (t.numel() & MARKS))
+    def send(self, t: Tensor, rank: int, tag: int, used: int | None = None) -> Any:
+        return self.group.send([t[:used]], rank, tag ^ (t.numel() & MARKS))
 
     def receive(self, t: Tensor, rank: int, tag: int) -> Any:
         return self.group.recv([t], rank, tag ^ (t.numel() & MARKS))
@@ -76,6 +77,7 @@ class CompressedGroup(dist.ProcessGroup):
         self._name = ""
         self._transport, self._batches = _Inner(inner), Batches(inner)
         self._collectives: dict[str, CodedCollectives] = {}
+        self._coder_type = ExponentCoder if rule.codec.kind == "exact" else RowCoder
         self.dimension, self.rule = dimension, rule
         self.wire_bytes = self.dense_bytes = 0
         self._compresses = inner.size() > 1 and not is_disabled()
@@ -292,7 +294,7 @@ class CompressedGroup(dist.ProcessGroup):
         return self.size() if op == dist.ReduceOp.AVG else None
 
     def _may_code(self, t: Tensor) -> bool:
-        may = self._compresses and _is_real(t) and self._carries_activations()
+        may = self._compresses and self._is_coded(t) and self._carries_activations()
         if may and self._batches.is_open:
             raise RuntimeError(
                 f"tagc: dimension {self.dimension!r} compresses, and codes no collectives between "
@@ -308,25 +310,30 @@ class CompressedGroup(dist.ProcessGroup):
         return in_backward() and (self._had_forward or not in_recomputation())
 
     def _codes(self, t: Tensor, numel: int) -> bool:
-        return self._may_code(t) and is_coded(t.dtype, numel)
+        return self._may_code(t) and self._on(t).codes(t, numel)
 
     def _codes_messages(self, t: Tensor) -> bool:
         # Between two steps of a pipeline, no forward runs.
-        return self._compresses and _is_real(t) and is_coded(t.dtype, t.numel())
+        return self._compresses and self._is_coded(t) and self._on(t).codes_messages(t)
+
+    def _is_coded(self, t: Tensor) -> bool:
+        """Whether it may be coded. torch hands over complex tensors as views of real elements."""
+        return t.dtype in self._coder_type.dtypes and (t._base is None or not t._base.is_complex())
 
     def _on(self, t: Tensor) -> CodedCollectives:
         """The collectives for tensors on this device."""
         kind = t.device.type
         if kind not in self._collectives:
-            codec = self.rule.codec
-            coder = RowCoder(
-                get_ops(t.device),
-                bits=codec.bits,
-                block=codec.block,
-                dithered=codec.rounding == "stochastic",
-            )
+            coder = self._coder(get_ops(t.device))
             self._collectives[kind] = CodedCollectives(self._transport, coder)
         return self._collectives[kind]
+
+    def _coder(self, ops: Ops) -> Coder:
+        codec = self.rule.codec
+        if isinstance(codec, ExactActivationsConfig):
+            return ExponentCoder(ops)
+        dithered = codec.rounding == "stochastic"
+        return RowCoder(ops, bits=codec.bits, block=codec.block, dithered=dithered)
 
     def _named(self, kind: str, t: Tensor) -> str:
         return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"
@@ -352,11 +359,6 @@ class CompressedGroup(dist.ProcessGroup):
 
         pending.finish = finish_and_copy
         return pending.named(what, self, given)
-
-
-def _is_real(t: Tensor) -> bool:
-    """Whether it may be coded. torch hands over complex tensors as views of real elements."""
-    return t.dtype in CODED and (t._base is None or not t._base.is_complex())
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from tagc.collect.agree import complaint_of
 from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.rules import DimensionRule
+from tagc.policy.rules import DimensionRule, ExactActivationsConfig
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,12 @@ def check_meshes(model: nn.Module, policy: Policy) -> None:
 
 
 def _described(rule: DimensionRule | None) -> str:
-    return "nothing" if rule is None else f"{rule.codec.bits} bits (blocks of {rule.codec.block})"
+    if rule is None:
+        return "nothing"
+    codec = rule.codec
+    if isinstance(codec, ExactActivationsConfig):
+        return codec.description
+    return f"{codec.bits} bits (blocks of {codec.block})"
 
 
 if BACKEND.upper() not in dist.Backend._plugins:

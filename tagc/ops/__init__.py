@@ -8,6 +8,7 @@ import each other.
 
 from tagc.ops.blocks import BlockOps
 from tagc.ops.exact import ExactOps
+from tagc.ops.exponents import ExponentOps
 from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
@@ -34,6 +35,7 @@ __all__ = [
     "UNRESOLVED",
     "BlockOps",
     "ExactOps",
+    "ExponentOps",
     "LagOps",
     "MatrixOps",
     "Ops",

@@ -17,6 +17,7 @@ from tagc.basics.warn import warn
 from tagc.ops.blocks import BlockOps
 from tagc.ops.dense import DenseOps
 from tagc.ops.exact import ExactOps
+from tagc.ops.exponents import ExponentOps
 from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
@@ -37,6 +38,7 @@ class Ops(
     BlockOps,
     MatrixOps,
     ExactOps,
+    ExponentOps,
     LagOps,
     ThresholdOps,
     FingerprintOps,

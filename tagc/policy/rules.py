@@ -352,10 +352,33 @@ class QuantizedActivationsConfig(CodecConfig):
     """To the nearest code, or randomly up or down with the right mean."""
 
 
+class ExactActivationsConfig(CodecConfig):
+    """Every bfloat16 element to the bit, in 12.25 bits: neighbours have similar exponents, which
+    are packed. Tensors whose exponents do not fit, and other dtypes, travel as they are.
+
+    All-gathers, all-to-alls, sends and receives have the bits of torch's own groups. Sums are added
+    in float32 and rounded once, so with two ranks they have, too.
+    """
+
+    kind: Literal["exact"] = "exact"
+    """The codec's name."""
+
+
+ACTIVATION_CONFIGS: tuple[type[CodecConfig], ...] = (
+    QuantizedActivationsConfig,
+    ExactActivationsConfig,
+)
+
+if TYPE_CHECKING:
+    AnyActivationConfig: TypeAlias = QuantizedActivationsConfig | ExactActivationsConfig
+else:
+    AnyActivationConfig = Annotated[Union[ACTIVATION_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
+
+
 class DimensionRule(Strict):
     """How activations and their gradients travel through the groups of one mesh dimension."""
 
-    codec: QuantizedActivationsConfig
+    codec: AnyActivationConfig
     """How large floating tensors are sent. Everything else travels as it is."""
 
 

@@ -15,6 +15,7 @@ from tagc.ops import Ops
 from tagc.ops.blocks import BITS, MAX_BLOCK, MIN_BLOCK, BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
@@ -22,7 +23,7 @@ from tagc.ops.symbols import SYMBOLS
 
 OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
-    "measure_exact", "encode_exact", "decode_exact",
+    "measure_exact", "encode_exact", "decode_exact", "pack_exponents", "unpack_exponents",
     "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
     "put_dense", "sum_dense", "get_dense",
 )  # fmt: skip
@@ -135,6 +136,8 @@ def every_call() -> Iterator[Call]:
         yield from matrix_calls(layout, *chosen)
     for dtype, block in itertools.product((torch.bfloat16, torch.float16), (32, 1024, 2048)):
         yield from exact_calls(ExactLayout(spans=(block + 1, 100), dtype=dtype, block=block))
+    for numel in (8192, 4100):
+        yield from exponent_calls(ExponentLayout(numel=numel))
     for dtype in _GRADIENTS:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
@@ -198,6 +201,13 @@ def exact_calls(layout: ExactLayout, ranks: int = 2) -> Iterator[Call]:
     yield Call("encode_exact", (1,), (*rows, ("plan", _I32), ("message", _I32)), options)
     received = (("message", _I32), ("rows", layout.dtype))
     yield Call("decode_exact", (ranks,), received, options)
+
+
+def exponent_calls(layout: ExponentLayout, ranks: int = 2) -> Iterator[Call]:
+    """The calls of exact activations."""
+    tensors, options = (("rows", torch.bfloat16), ("message", _I32)), (("layout", layout),)
+    yield Call("pack_exponents", (ranks,), tensors, options)
+    yield Call("unpack_exponents", (ranks,), tensors[::-1], options)
 
 
 def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:

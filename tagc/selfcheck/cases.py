@@ -13,6 +13,7 @@ from tagc.ops import ABOVE, COUNTS, SATURATED
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
@@ -24,6 +25,7 @@ from tagc.selfcheck.inputs import (
     Inputs,
     Maker,
     small_exact,
+    small_exponents,
     small_matrices,
     small_matrix,
 )
@@ -258,6 +260,37 @@ def _peel(m: Maker) -> Case:
     return m.case(tensors, [], layout=layout)
 
 
+def _pack_exponents(m: Maker) -> Case:
+    layout = m.call.option("layout")
+    layout = small_exponents(layout) if m.inputs.small else layout
+    tensors: dict[str, Tensor | None] = {
+        "rows": _of_exponents(m, m.inputs.destinations, layout),
+        "message": m.garbage(m.inputs.destinations, layout.raw_words),
+    }
+    return m.case(tensors, ["message"], layout=layout)
+
+
+def _of_exponents(m: Maker, rows: int, layout: ExponentLayout) -> Tensor:
+    """Rows with exceptions, of which the last one's do not all fit, unless inputs are usual."""
+    x = m.spoilt(m.values(rows, layout.numel, dtype=torch.bfloat16))
+    if m.inputs.kind == "ties":
+        x[-1, ::21] *= 2.0**40
+        x[:-1, ::101] *= 2.0**-40
+    return x
+
+
+def _unpack_exponents(m: Maker) -> Case:
+    layout, rows = m.call.option("layout"), min(m.call.rows[0], 4)
+    layout = small_exponents(layout) if m.inputs.small else layout
+    x = _of_exponents(m, rows, layout)
+    message = m.garbage(rows, layout.raw_words)
+    m.reference.pack_exponents(x, message, layout=layout)
+    if m.inputs.kind == "usual":
+        message = message[:, : layout.words].contiguous()
+    out = m.garbage(*x.shape, dtype=x.dtype)
+    return m.case({"message": message, "rows": out}, ["rows"], layout=layout)
+
+
 def _undo_lag(m: Maker) -> Case:
     n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
     share = m.inputs.share
@@ -374,6 +407,8 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "measure_exact": _measure_exact,
     "encode_exact": _encode_exact,
     "decode_exact": _decode_exact,
+    "pack_exponents": _pack_exponents,
+    "unpack_exponents": _unpack_exponents,
     "undo_lag": _undo_lag,
     "steer": _steer,
     "fingerprint": _fingerprint,

@@ -23,6 +23,7 @@ from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import BLOCK, CHUNK, ExponentLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
@@ -229,6 +230,11 @@ def small_exact(layout: ExactLayout) -> ExactLayout:
     """A few spans of a few blocks; the last block of each is as full as in the model."""
     spans = [shortened(size, layout.block, 2, rest=1) for size in layout.spans[:4]]
     return replace(layout, spans=tuple(spans))
+
+
+def small_exponents(layout: ExponentLayout) -> ExponentLayout:
+    """Two chunks; the last one is as full as in the model."""
+    return ExponentLayout(numel=shortened(layout.numel, BLOCK * CHUNK, 2, rest=1))
 
 
 def small_matrix(layout: MatrixLayout) -> MatrixLayout:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 import tagc
@@ -103,6 +104,50 @@ def test_tensor_parallel(rank: int, world_size: int, sequence: bool) -> None:
     assert all(map(torch.equal, gradients(model, x, again=True), mine))
 
 
+def has_torchs_bits(mine: Any, native: Any, dimension: str, most: float = 0.77) -> None:
+    """Codec ``exact`` changes nothing but bytes."""
+    assert all(map(torch.equal, mine, native))
+    sent = bytes_by_dimension()[dimension]
+    assert 0 < sent.wire_bytes <= most * sent.dense_bytes, sent
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_exact_tensor_parallel(rank: int, world_size: int, sequence: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain = init_device_mesh("cpu", (2,), mesh_dim_names=("native",))
+    native = gradients(in_tensor_parallel(plain, sequence).bfloat16(), x)
+    model = tagc.compress_activations(in_tensor_parallel(mesh_of(2, bits=0), sequence).bfloat16())
+    has_torchs_bits(gradients(model, x), native, "tp", most=0.85)  # gradients are gathered whole
+    has_torchs_bits(gradients(model, x, again=True), native, "tp", most=0.85)
+
+
+@on_ranks(2, 3)
+def test_exact_experts(rank: int, world_size: int) -> None:
+    """Tokens to their experts and back, unevenly, and their gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def run(mesh: Any, forward: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        expert, group = nn.Linear(64, 64).bfloat16(), mesh.get_group()
+        sizes = [[40 + 20 * ((r + 2 * d) % world_size) for d in range(world_size)]
+                 for r in range(world_size)]  # fmt: skip
+        leaving, arriving = sizes[rank], [row[rank] for row in sizes]
+        x = torch.randn(sum(leaving), 64).bfloat16().requires_grad_()
+        with forward:
+            there = functional.all_to_all_single_autograd(x, arriving, leaving, group)
+            back = functional.all_to_all_single_autograd(expert(there), leaving, arriving, group)
+        loss = back.square().mean()
+        loss.backward()
+        return loss.detach(), x.grad, expert.weight.grad  # type: ignore[return-value]
+
+    native = run(init_device_mesh("cpu", (world_size,), mesh_dim_names=("n",)), nullcontext())
+    mine = run(mesh_of(world_size, names=("ep",), bits=0), tagc.activations())
+    has_torchs_bits(mine, native, "ep")
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_pipelines(rank: int, world_size: int, schedule: str) -> None:
@@ -111,11 +156,12 @@ def test_pipelines(rank: int, world_size: int, schedule: str) -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     each = 2 if schedule == "Interleaved1F1B" else 1
-    x, wanted = torch.randn(2, 4, 32, 64, generator=torch.Generator().manual_seed(2))
+    both = torch.randn(2, 4, 32, 64, generator=torch.Generator().manual_seed(2))
 
-    def run(mesh: Any) -> tuple[Tensor, Tensor]:
+    def run(mesh: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
-        parts = [Mlp() for _ in range(2 * each)]
+        parts = [Mlp().to(dtype) for _ in range(2 * each)]
+        x, wanted = both.to(dtype)
         group, cpu = mesh.get_group(), torch.device("cpu")
         stages = [
             PipelineStage(parts[i], i, 2 * each, cpu, group=group) for i in range(rank, 2 * each, 2)
@@ -130,8 +176,10 @@ def test_pipelines(rank: int, world_size: int, schedule: str) -> None:
         found = [p.grad.flatten() for s in stages for p in s.submod.parameters()]  # type: ignore[union-attr]
         return torch.stack([t.detach() for t in losses] or [torch.ones(())]), torch.cat(found)
 
-    native = run(init_device_mesh("cpu", (2,), mesh_dim_names=("native",)))
-    near(run(mesh_of(2, names=("pp",))), native)
+    plain = init_device_mesh("cpu", (2,), mesh_dim_names=("native",))
+    near(run(mesh_of(2, names=("pp",))), run(plain))
+    exact = mesh_of(2, names=("cp",), bits=0)
+    has_torchs_bits(run(exact, torch.bfloat16), run(plain, torch.bfloat16), "cp", most=0.775)
 
 
 @on_ranks(4)
@@ -293,6 +341,14 @@ def test_context_parallel(rank: int, world_size: int, rotates: str) -> None:
     coded, _ = attention(mesh, tagc.activations())
     assert torch.equal(coded, native) == (rank == 0)
     assert (coded - native).norm() < 0.015 * native.norm()
+
+    qkv = tuple(t.detach().bfloat16() for t in qkv)
+    upstream = upstream.bfloat16()
+    exact = attention(mesh_of(world_size, names=("pp",), bits=0), tagc.activations())
+    native, slopes = attention(plain, nullcontext())
+    has_torchs_bits(
+        (exact[0], *exact[1]), (native, *slopes), "pp", most=0.95
+    )  # sums travel in float32
 
 
 # What all tensor-parallel ranks have stays the same on all of them

@@ -49,6 +49,13 @@ def test_losses_and_bytes(rank: int, world_size: int, dimension: str) -> None:
         assert losses["8 bits"] == pytest.approx(losses["dense"], rel=0.003)
 
 
+def test_methods() -> None:
+    for method, kind in (("exact", "exact"), ("4 bits, stochastic", "quantized")):
+        policy = Policy.load(policy_of(method))
+        assert {rule.codec.kind for rule in policy.dimensions.values()} == {kind}
+    assert policy_of("hybrid-3d") == "hybrid-3d"
+
+
 def check_bytes(sent: float, layout: dict[str, int], size: Size) -> None:
     """Within 1% of the plan; tokens do not spread evenly over experts, which have twice that at
     most."""

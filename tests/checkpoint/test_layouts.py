@@ -82,7 +82,7 @@ def cases() -> list[Any]:
                     found.append(slow(*case) if is_slow else case)
     for i, name in enumerate(SHIPPED):
         dtypes = [torch.bfloat16] if name == "exact" else [None]
-        dtypes += [torch.bfloat16] if name in ("attn-only", "hosts") else []
+        dtypes += [torch.bfloat16] if name in ("attn-only", "hosts", "mz-hybrid") else []
         twos = [Layout(2, dtype=dtype) for dtype in dtypes]
         found += [(name, SAVERS[i % 2], two, two) for two in twos]
     return found

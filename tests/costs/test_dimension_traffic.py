@@ -38,6 +38,17 @@ def test_traffic_by_hand() -> None:
     assert cp.elements == 3 * blocks * 3 / 4 * 1000 * 2 * width
 
 
+def test_exact_activations_are_those_of_bfloat16() -> None:
+    shapes, policy = synthetic(7 * 10**9), Policy.load("mz-hybrid")
+    for itemsize, bits in ((2, 12.25), (4, None)):
+        for t in activation_traffic(shapes, policy, MESH, tokens=1000, itemsize=itemsize):
+            assert t.bits == bits
+            assert t.wire_bytes == round(t.elements * (bits or 32) / 8)
+            link = Link(bandwidth=1e6, latency=1e-3, inside=1e8, ranks_per_host=1)
+            (found,) = advise_dimensions([t], MESH, link, memory_bandwidth=None)
+            assert found.pays == (bits is not None)
+
+
 def test_experts() -> None:
     block = {
         "attn.weight": (8, 8),
@@ -120,6 +131,10 @@ def test_advise(capsys: Any) -> None:
         "extends: hybrid, dimensions: {pp: {codec: {kind: quantized, bits: 8, block: 64}}}}" in text
     )
     assert "4 ranks; 10 Gbit/s" in text
+    mesh = ["--mesh", "pp=2,dp=4,tp=8", "--ranks-per-host", "8"]
+    assert main([*ADVISE, *mesh, "--policy", "hosts", "mz-hybrid"]) == 0
+    text = capsys.readouterr().out
+    assert "extends: hybrid, dimensions: {pp: {codec: {kind: exact}}}}" in text
     assert main([*ADVISE, "--mesh", "pp=2,tp=2"]) == 0
     text = capsys.readouterr().out
     assert "Compress all activations, as policy hybrid-3d does: " in text

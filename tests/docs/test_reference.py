@@ -9,12 +9,12 @@ from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy import Tuning
 from tagc.policy.policy import Extension
 from tagc.policy.rules import (
+    ACTIVATION_CONFIGS,
     GRADIENT_CONFIGS,
     PARAMETER_CONFIGS,
     DimensionRule,
     OuterConfig,
     ParameterRule,
-    QuantizedActivationsConfig,
     Rule,
     SitesConfig,
     When,
@@ -22,7 +22,7 @@ from tagc.policy.rules import (
 
 PARTS = {
     *(Extension, Rule, ParameterRule, Tuning, When, FeedbackConfig),
-    *(DimensionRule, QuantizedActivationsConfig),
+    *(DimensionRule, *ACTIVATION_CONFIGS),
     *(SitesConfig, OuterConfig),
     *(*GRADIENT_CONFIGS, *PARAMETER_CONFIGS),
 }

@@ -21,6 +21,7 @@ from tagc.ops import ABOVE, KEPT, NONZERO, SATURATED, cpu, get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu import blocks as cpu_blocks
 from tagc.ops.cpu import exact as cpu_exact
+from tagc.ops.cpu import exponents as cpu_exponents
 from tagc.ops.cpu import lag as cpu_lag
 from tagc.ops.cpu import matrix as cpu_matrix
 from tagc.ops.cpu import sketch as cpu_sketch
@@ -144,7 +145,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 IN_FLOAT32 = [
     trial
     for trial in trials(SIZES)
-    if trial.name.startswith("exact")
+    if trial.name.startswith(("exact", "exponents"))
     or (trial.compiled and trial.name.replace(" float32", "", 2).count("float") == 0)
 ]
 
@@ -174,7 +175,15 @@ def test_all_operators_are_run():
 
 @pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
 def test_prepares(dtype, set_default):
-    for module in (cpu_sketch, cpu_blocks, cpu_matrix, cpu_exact, cpu_lag, cpu_thresholds):
+    for module in (
+        cpu_sketch,
+        cpu_blocks,
+        cpu_matrix,
+        cpu_exact,
+        cpu_exponents,
+        cpu_lag,
+        cpu_thresholds,
+    ):
         module._compile.cache_clear()  # what is prepared already is not prepared again
     set_default(dtype)
     cpu.prepare(plan_layout(100, SYMBOLS["int8x4"], 100), F32, F32)
@@ -183,3 +192,4 @@ def test_prepares(dtype, set_default):
     cpu.prepare_lag()
     cpu.prepare_thresholds()
     cpu.prepare_exact(ExactLayout(spans=(8,), dtype=BF16))
+    cpu.prepare_exponents()

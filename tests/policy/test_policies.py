@@ -36,10 +36,8 @@ DENSE = {"when": {}, "codec": {"kind": "dense"}}
 # What a policy compresses, if not every matrix; and the policies that compress gathers as well.
 COMPRESSED = {"attn-only": {"attention"}, "dense": set(), "exact": set()}
 MATRICES = {"attention", "mlp", "embedding", "head", "other"}
-GATHERS = {"hybrid", "hybrid-3d", "hosts", "thrifty", "stateless", "auto"}
-
-
-EXACT = {"exact", "hosts", "attn-only"}
+GATHERS = {"hybrid", "hybrid-3d", "mz-hybrid", "hosts", "thrifty", "stateless", "auto"}
+EXACT = {"exact", "hosts", "mz-hybrid", "attn-only"}
 
 
 @pytest.mark.parametrize("name", policies())

@@ -12,7 +12,8 @@ import tagc
 
 
 def policy(bits: int = 8, block: int = 64) -> dict[str, Any]:
-    codec = {"kind": "quantized", "bits": bits, "block": block}
+    """Without bits, codec ``exact``."""
+    codec = {"kind": "quantized", "bits": bits, "block": block} if bits else {"kind": "exact"}
     rule = {"codec": codec}
     return {
         "schema": 1,
@@ -26,7 +27,9 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("tp",), **codec: Any) -> Any:
 
 
 def coded(t: Tensor, bits: int = 8, block: int = 64) -> Tensor:
-    """What arrives of ``t``, in float32: each block rounded by itself."""
+    """What arrives of ``t``, in float32: each block rounded by itself, unless there are no bits."""
+    if not bits:
+        return t.float()
     flat = t.float().reshape(-1)
     blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
     levels = 2 ** (bits - 1) - 1

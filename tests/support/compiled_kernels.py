@@ -11,6 +11,7 @@ from support.compiled import Compiled, compiling
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
 from tagc.ops.matrix import GROUP, MatrixLayout
 from tagc.ops.sketch import SketchLayout
@@ -34,6 +35,8 @@ DENSE = {"put_dense_kernel", "sum_dense_kernel", "get_dense_kernel"}
 EXACT = {
     "exact_counts_kernel", "exact_widths_kernel", "exact_sizes_kernel", "exact_total_kernel",
     "exact_head_kernel", "exact_encode_kernel", "exact_read_kernel", "exact_decode_kernel",
+    "exponents_head_kernel", "pack_exponents_kernel", "raw_exponents_kernel",
+    "unpack_exponents_kernel",
 }  # fmt: skip
 OTHERS = {"undo_lag_kernel", "steer_kernel", "fingerprint_kernel"} | DENSE
 KERNELS = SKETCH | BLOCKS | MATRIX | EXACT | OTHERS
@@ -109,6 +112,14 @@ def exact(dtype, block, numel=1 << 14) -> None:
     ops.measure_exact(new[:1], old[:1], plan, layout=layout)
     ops.encode_exact(new[:1], old[:1], plan, message[:1], layout=layout)
     ops.decode_exact(message, old, layout=layout)
+
+
+def exponents(numel: int = 1 << 14) -> None:
+    layout = ExponentLayout(numel=numel)
+    rows = torch.empty(2, numel, dtype=BF16)
+    message = torch.empty(2, layout.raw_words, dtype=torch.int32)
+    ops.pack_exponents(rows, message, layout=layout)
+    ops.unpack_exponents(message, rows, layout=layout)
 
 
 def lag(out, numel=1 << 14) -> None:
@@ -196,6 +207,8 @@ def compile_all(
         for block in (1024,) if share > 1 else (32, 1024, 2048):
             exact(BF16, block)
             exact(F16, block)
+        exponents()
+        exponents(4099)
         for dtype in (F32, BF16, F16):
             lag(dtype)
             fingerprints(dtype)

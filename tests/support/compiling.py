@@ -50,6 +50,7 @@ def messages() -> None:
         layout = BlockLayout(numel=1, bits=bits)
         CPU.prepare_blocks(layout, gradient, None, 0.0, dithered=True)
     CPU.prepare_exact(ExactLayout(spans=(1,), dtype=BF16))
+    CPU.prepare_exponents()
     for bits, group, gradient, residual in MATRICES:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)

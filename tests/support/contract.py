@@ -482,6 +482,77 @@ def decode_exact(t: dict[str, Any], o: dict[str, Any]) -> Results:
     return {"rows": rows.view(t["rows"].shape).view(t["rows"].dtype)}
 
 
+# Packed exponents
+
+
+def packed_row(row: Tensor, layout: Any) -> list[int]:
+    """Words."""
+    sent = patterns(row)
+    k = sent + [0] * (-len(sent) % 64)
+    es = [x >> 7 & 255 for x in k]
+    low = [x >> 8 & 0x80 | x & 0x7F for x in k]
+    tops, codes, halves = [], [], []
+    for at in range(0, len(k), 64):
+        block = es[at : at + 64]
+        there = [e for e in block if e]
+        mean = sum(there) // max(len(there), 1)
+
+        def code(e: int, top: int) -> int:
+            return 14 if e == 0 else top - e if 0 <= top - e < 14 else 15
+
+        choices = [[code(e, top) for e in block] for top in (max(block), mean + 4)]
+        which = min((0, 1), key=lambda i, choices=choices: (choices[i].count(15), i))
+        tops.append((max(block), mean + 4)[which])
+        codes += choices[which]
+        halves += [choices[which][i] | choices[which][i + 32] << 4 for i in range(32)]
+    spare, fits = [], True
+    for at in range(0, len(k), 4096):
+        room = min(64, len(tops) - at // 64)
+        found = [e for e, c in zip(es[at:], codes[at : at + 4096], strict=False) if c == 15]
+        fits &= len(found) <= room
+        spare += (found + [0] * room)[:room]
+    words = digits(low + halves + tops + spare, 8)
+    words += [0] * (-len(words) % 4)
+    if fits:
+        return [0, 0, 0, 0, *words]
+    raw = digits(sent, 16)
+    return [1, 0, 0, 0, *raw, *[0] * (layout.raw_words - 4 - len(raw))]
+
+
+def pack_exponents(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    rows = []
+    for row, before in zip(t["rows"], t["message"], strict=True):
+        words = ints(packed_row(row, o["layout"]))
+        rows.append(torch.cat([words, before[len(words) :]]))
+    return {"message": torch.stack(rows)}
+
+
+def unpacked_row(words: list[int], numel: int) -> list[int]:
+    """Bit patterns."""
+    sent = [w >> 8 * i & 255 for w in words[4:] for i in range(4)]
+    if words[0] == 1:
+        return [sent[2 * i] | sent[2 * i + 1] << 8 for i in range(numel)]
+    blocks = -(-numel // 64)
+    low, codes, rest = sent[: 64 * blocks], sent[64 * blocks : 96 * blocks], sent[96 * blocks :]
+    tops, spare = rest[:blocks], rest[blocks : 2 * blocks]
+    found = []
+    for i in range(numel):
+        b, k = divmod(i, 64)
+        if i % 4096 == 0:
+            exceptions = iter(spare[b : b + 64])
+        c = codes[32 * b + k % 32] >> 4 * (k // 32) & 15
+        e = 0 if c == 14 else next(exceptions) if c == 15 else tops[b] - c
+        found.append((low[i] & 0x80) << 8 | e << 7 | low[i] & 0x7F)
+    return found
+
+
+def unpack_exponents(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    numel = o["layout"].numel
+    new = [unpacked_row([w & oracle.MASK for w in m.tolist()], numel) for m in t["message"]]
+    rows = torch.tensor([[signed(k, 16) for k in row] for row in new], dtype=torch.int16)
+    return {"rows": rows.view(t["rows"].shape).view(t["rows"].dtype)}
+
+
 # Sketches
 
 
@@ -690,7 +761,7 @@ _CONTRACTS = {
     contract.__name__: contract
     for contract in (
         quantize, dequantize, quantize_matrix, dequantize_matrix, measure_exact, encode_exact,
-        decode_exact, encode, select, decode, insert, peel, undo_lag, steer, fingerprint, put_dense,
-        sum_dense, get_dense,
+        decode_exact, pack_exponents, unpack_exponents, encode, select, decode, insert, peel,
+        undo_lag, steer, fingerprint, put_dense, sum_dense, get_dense,
     )
 }  # fmt: skip

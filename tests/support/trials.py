@@ -20,6 +20,7 @@ from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -31,6 +32,7 @@ from tagc.selfcheck.calls import (
     dithered_call,
     encoder_calls,
     exact_calls,
+    exponent_calls,
     fingerprint_calls,
     lag_call,
     matrix_calls,
@@ -352,6 +354,28 @@ def _exact(each: int | None) -> Iterator[Trial]:
         yield Trial.of(_name("exact", dtype, number), calls)
 
 
+# elements, messages, kind of inputs
+EXPONENT_SIZES: Table = [
+    (4096, 2, USUAL),
+    (9001, 3, ROUGH),
+    (4200, 2, TIES),
+    (1, 2, ROUGH),
+    (64, 4, USUAL),
+    (100, 1, TIES),
+    (0, 2, USUAL),
+    (12288, 1, TIES),
+    (8192, 4, ROUGH),
+]
+
+
+def _exponents() -> Iterator[Trial]:
+    calls = []
+    for numel, ranks, kind in EXPONENT_SIZES:
+        given = Inputs(kind=kind, seed=len(calls), small=False)
+        calls += [(call, given) for call in exponent_calls(ExponentLayout(numel=numel), ranks)]
+    yield Trial.of(_name("exponents", BF16), calls)
+
+
 def _others() -> Iterator[Trial]:
     for dtype, share in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
         kinds = (USUAL, ROUGH, USUAL, ROUGH, TIES, ROUGH)
@@ -413,7 +437,8 @@ def trials(each: int | None = None) -> list[Trial]:
     Args:
         each: sizes of every format, so that all formats together have all; default: all for each.
     """
-    return [*_blocks(each), *_matrices(each), *_sketches(each), *_exact(each), *_others()]
+    formats = *_blocks(each), *_matrices(each), *_sketches(each), *_exact(each)
+    return [*formats, *_exponents(), *_others()]
 
 
 def one_of_each() -> list[Case]:

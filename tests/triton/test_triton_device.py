@@ -26,6 +26,8 @@ TENSORS = {
     "measure_exact": "new",
     "encode_exact": "new",
     "decode_exact": "rows",
+    "pack_exponents": "rows",
+    "unpack_exponents": "rows",
     "undo_lag": "out",
     "steer": "state",
     "fingerprint": "x",

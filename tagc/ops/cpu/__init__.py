@@ -2,6 +2,7 @@
 
 from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
 from tagc.ops.cpu.exact import decode_exact, encode_exact, measure_exact, prepare_exact
+from tagc.ops.cpu.exponents import pack_exponents, prepare_exponents, unpack_exponents
 from tagc.ops.cpu.lag import prepare_lag, undo_lag
 from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
 from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
@@ -20,10 +21,12 @@ __all__ = [
     "get_dense",
     "insert",
     "measure_exact",
+    "pack_exponents",
     "peel",
     "prepare",
     "prepare_blocks",
     "prepare_exact",
+    "prepare_exponents",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
@@ -35,6 +38,7 @@ __all__ = [
     "steer",
     "sum_dense",
     "undo_lag",
+    "unpack_exponents",
 ]
 
 

@@ -8,6 +8,7 @@ from tagc.ops.reference.blocks import (
     quantize,
 )
 from tagc.ops.reference.exact import decode_exact, encode_exact, measure_exact, prepare_exact
+from tagc.ops.reference.exponents import pack_exponents, prepare_exponents, unpack_exponents
 from tagc.ops.reference.lag import prepare_lag, undo_lag
 from tagc.ops.reference.matrix import (
     dequantize_matrix,
@@ -35,10 +36,12 @@ __all__ = [
     "get_dense",
     "insert",
     "measure_exact",
+    "pack_exponents",
     "peel",
     "prepare",
     "prepare_blocks",
     "prepare_exact",
+    "prepare_exponents",
     "prepare_lag",
     "prepare_matrix",
     "prepare_thresholds",
@@ -50,6 +53,7 @@ __all__ = [
     "steer",
     "sum_dense",
     "undo_lag",
+    "unpack_exponents",
 ]
 
 

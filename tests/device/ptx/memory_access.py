@@ -111,6 +111,7 @@ def change(
 ) -> None:
     """Check, remember and do stores of elements."""
     view = region.view(size)
+    value = value.astype(view.dtype)  # the lower bits of a register that may be wider
     new = ~(view[place] == value)  # a store of what is there already races with nothing
     for cell in _cells(region, place, size):
         if new.any():
