@@ -206,7 +206,10 @@ class Gathers:
         sent."""
         out = Place("out", self._inp.shape, self._inp.dtype, "late")
         if self._unit.keeps_copy:
-            steps = [Launch(Copy(), (self.copy.row(OWN), out)), *self._encode_changes()]
+            measure = () if self.sizes is None else self.sizes.steps
+            steps = [Launch(Copy(), (self.copy.row(OWN), out))]
+            steps += [step for step in measure if isinstance(step, Launch)]
+            steps += self._encode_changes()
         else:
             steps = [*self._encode(self._inp)]
         return self._program(("encode parameters", [*steps, *self._decode(self._send, out)]))
