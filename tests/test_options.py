@@ -26,6 +26,7 @@ VALUES = {
     "inside_bandwidth": "1GB",
     "json": None,
     "latency": "1ms",
+    "learning_rate": "1e-5",
     "memory_bandwidth": "1TB",
     "mesh": "dp=4,tp=2",
     "micro_batches": "4",
@@ -54,6 +55,7 @@ SITUATIONS = {
     "with a policy for sites": "--world 8 --policy sites",
     "with a policy that is not for sites": "--world 8",
     "with a policy without codec auto": "--world 8",
+    "with a policy without codec exact": "--world 8",
     "with one data-parallel rank": "--mesh tp=2 --tokens 64 --policy auto",
     "with one data-parallel rank and without --json": "--mesh tp=2 --tokens 64",
     "with --sites": "--sites 4",
@@ -61,6 +63,7 @@ SITUATIONS = {
     "with one rank on each host": "--world 8",
     "without --replicas": "--world 8",
     "without --device cpu": "--world 8",
+    "without a --policy with codec exact": "--world 8",
     "with --memory-bandwidth": "--world 8 --device cpu --memory-bandwidth 1TB",
     "without a compute time (--step-time)": "--world 8",
     "with a --mesh whose data-parallel ranks share a host": (

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from tagc.codecs.exact import ExactConfig
 from tagc.costs.advise import advice_data, draw, pyplot_for, report, site_costs, site_report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
@@ -34,7 +35,7 @@ from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 
 # The options without effect, by situation.
 _SHARED: dict[str, tuple[str, ...]] = {
-    "with --ddp": ("replicas", "sites", "mesh", "param_dtype"),
+    "with --ddp": ("replicas", "sites", "mesh", "param_dtype", "learning_rate"),
     "without --mesh": ("tokens", "experts_per_token"),
     "with --mesh": ("world",),
     "with a --mesh without dimension ep": ("experts_per_token",),
@@ -46,8 +47,10 @@ EXPLAIN = _SHARED | {
     ),
     "with a policy that is not for sites": ("sites",),
     "with a policy without codec auto": ("bandwidth", "latency"),
+    "with a policy without codec exact": ("learning_rate",),
     "with one data-parallel rank": (
         *("replicas", "ranks_per_host", "dtype", "bandwidth", "latency", "micro_batches"),
+        "learning_rate",
     ),
     "with one data-parallel rank and without --json": ("full",),
 }
@@ -57,17 +60,18 @@ ADVISE = _SHARED | {
     "with --sites": (
         *("mesh", "tokens", "experts_per_token", "replicas", "ranks_per_host", "micro_batches"),
         *("dtype", "param_dtype", "inside_bandwidth", "shard_bandwidth", "memory_bandwidth"),
-        *("device_memory", "ops", "plot"),
+        *("device_memory", "ops", "plot", "learning_rate"),
     ),
     "with --sites and --overlap": ("device",),  # which decides only how much overlaps
     "with one rank on each host": ("inside_bandwidth",),
     "without --replicas": ("shard_bandwidth",),
     "without --device cpu": ("ops",),
+    "without a --policy with codec exact": ("learning_rate",),
     "with --memory-bandwidth": ("ops",),
     "without a compute time (--step-time)": ("overlap",),
     "with a --mesh whose data-parallel ranks share a host": (
         *("step_time", "tokens_per_rank", "tflops", "overlap", "device", "ops", "dtype"),
-        *("policy", "device_memory", "plot"),
+        *("policy", "device_memory", "plot", "learning_rate"),
     ),
 }
 
@@ -86,6 +90,7 @@ def explain(args: argparse.Namespace) -> int:
         "with a policy for sites": policy.sites is not None,
         "with a policy that is not for sites": policy.sites is None,
         "with a policy without codec auto": not is_automatic(policy),
+        "with a policy without codec exact": not _is_exact(policy),
         "with one data-parallel rank": alone,
         "with one data-parallel rank and without --json": alone and not args.json,
     }
@@ -140,6 +145,7 @@ def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan
         parameter_dtype=DTYPES[args.param_dtype],
         choose=choose,
         micro_batches=args.micro_batches,
+        learning_rate=args.learning_rate,
     )
 
 
@@ -147,12 +153,14 @@ def advise(args: argparse.Namespace) -> int:
     mesh = _mesh(args)
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
+    compared = [Policy.load(name) for name in (*data_parallel_policies(), *args.policy)]
     holds = {
         "with --sites": args.sites > 1,
         "with --sites and --overlap": args.sites > 1 and args.overlap is not None,
         "with one rank on each host": args.ranks_per_host == 1,
         "without --replicas": args.replicas == 1,
         "without --device cpu": args.device != "cpu",
+        "without a --policy with codec exact": not any(map(_is_exact, compared)),
         "with --memory-bandwidth": args.memory_bandwidth is not None,
         "without a compute time (--step-time)": (
             (args.step_time, args.tokens_per_rank, args.tflops) == (None, None, None)
@@ -185,8 +193,7 @@ def advise(args: argparse.Namespace) -> int:
         shapes, link = one_stage(shapes, mesh), link_of(link, together)
     if args.world == link.ranks_per_host:
         raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
-    names = [*data_parallel_policies(), *args.policy]
-    advisor = Advisor(_question(args, shapes, link), [Policy.load(name) for name in names])
+    advisor = Advisor(_question(args, shapes, link), compared)
     if plots is not None:
         draw(advisor, plots, str(args.plot))
     if args.json:
@@ -228,7 +235,12 @@ def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Ques
         device_memory=args.device_memory,
         micro_batches=args.micro_batches,
         ddp=args.ddp,
+        learning_rate=args.learning_rate,
     )
+
+
+def _is_exact(policy: Policy) -> bool:
+    return any(isinstance(rule.codec, ExactConfig) for rule in policy.parameters)
 
 
 def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
