@@ -364,15 +364,16 @@ def _matrix(case: Case, row: Row) -> Codec:
 def _exact(
     case: Case, device: torch.device
 ) -> tuple[int, dict[str, Callable[[], Contender]], dict[str, Any]]:
-    """Parameters before and after a step of about the learning rate, in one tensor. Encoding
-    measures first, as a rank does; the floor has one pass: old and new parameters, and message."""
+    """Parameters before and after changes of a tenth of the learning rate, which need about as many
+    bits as AdamW's. Encoding measures first, as a rank does; the floor has one pass: old and new
+    parameters, and message."""
     generator = torch.Generator(device).manual_seed(0)
     weights, change = (
         torch.randn((1, case.numel), generator=generator, device=device) for _ in range(2)
     )
     assert case.rate is not None
     old = weights.mul_(0.02).bfloat16()
-    new = weights.add_(change, alpha=case.rate).bfloat16()
+    new = weights.add_(change, alpha=case.rate / 10).bfloat16()
     layout = ExactLayout(spans=(case.numel,), dtype=new.dtype)
     words = torch.empty(1, layout.plan_words, dtype=torch.int32, device=device)
     expected = torch.empty(1, layout.words, dtype=torch.int32, device=device)

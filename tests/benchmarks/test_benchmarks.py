@@ -160,6 +160,7 @@ def test_structure_counts_calls(capsys: Any) -> None:
         ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
         ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
         ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
+        ("exact", "| 0.0003 | 200 | 1.82 | 2.91 | 16.9× | 8.8× |"),
         ("sites-network", "| 0.281 s | 89.3% (89.2% to 89.3%) | 82.0 | 246 | +1.4% | 10.7% |"),
     ],
 )
