@@ -115,10 +115,10 @@ def table(results: Sequence[Record]) -> str:
         host = f" (host {mine['host_ms']:.3g} ms)" if on_gpu else ""
         floor, copy = f"{r['floor_bytes'] / 1e6:.1f} MB", f"{r['copy_gb_per_s']:.1f} GB/s"
         beside = [other(r, name) for name in others]
-        share = f"{mine['fraction']:.2f}"
-        rows.append([r["case"], floor, copy, _ms(mine) + host, share, *beside])
+        share, each = f"{mine['fraction']:.2f}", f"{1e6 * mine['ms'] / r['numel']:.2f}"
+        rows.append([r["case"], floor, copy, _ms(mine) + host, each, share, *beside])
     to_others = (f"{name}; speed of {OURS} to it" for name in others)
-    head = ["case", "floor", "copy", OURS, "of copy", *to_others]
+    head = ["case", "floor", "copy", OURS, "ns an element", "of copy", *to_others]
     notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
     below = "  \n".join(notes + failed)
     shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")

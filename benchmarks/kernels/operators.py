@@ -20,6 +20,7 @@ from torch import Tensor
 from tagc.codecs.sketch.plan import SLACK, quantization_step
 from tagc.ops import COUNTS, Ops, get_ops, reference
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import BITS, GROUP, MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
@@ -35,6 +36,8 @@ OPS = {
     "dequantize": ("bits",),
     "quantize_matrix": ("residual", "code"),
     "dequantize_matrix": ("code",),
+    "encode_exact": ("rate",),
+    "decode_exact": ("rate",),
 }
 _DTYPES = ("float32", "bfloat16")
 _AXES: dict[str, tuple[Any, ...]] = {
@@ -43,6 +46,7 @@ _AXES: dict[str, tuple[Any, ...]] = {
     "symbol": ("int8x4", "int16x2", "int32x1"),
     "bits": (4, 8),
     "code": tuple(CODES),
+    "rate": (3e-4, 3e-3, 1e-5),
 }
 # log2 of the number of elements, the one at which the other axes vary first.
 _SIZES = {"cpu": (22, 24, 20), "cuda": (26, 28, 24, 22, 20)}
@@ -57,9 +61,9 @@ class Case:
         op: a name in ``OPS``.
         numel: elements of the gradient of one destination, a power of 2.
         gradient: dtype of the gradient.
-        residual, density, symbol, bits, code: dtype of the residual, fraction kept, symbol, bits
-            of a quantized element, code of a matrix (a key of ``CODES``); None where the operator
-            has no such thing.
+        residual, density, symbol, bits, code, rate: dtype of the residual, fraction kept, symbol,
+            bits of a quantized element, code of a matrix (a key of ``CODES``), learning rate of
+            the last step; None where the operator has no such thing.
     """
 
     op: str
@@ -70,6 +74,7 @@ class Case:
     symbol: str | None = None
     bits: int | None = None
     code: str | None = None
+    rate: float | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +82,9 @@ class Case:
         size = f"2^{self.numel.bit_length() - 1}"
         density = self.density and f"{100 * self.density:g}%"
         bits = self.bits and f"int{self.bits}"
+        rate = self.rate and f"{self.rate:g}"
         parts = [self.op, size, self.gradient, self.residual, density, self.symbol, bits, self.code]
+        parts.append(rate)
         return "/".join(part for part in parts if part is not None)
 
     @property
@@ -116,7 +123,7 @@ def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:
         yield _case(op, size, density=density)
     if quick:
         return
-    for axis in ("symbol", "bits", "code"):
+    for axis in ("symbol", "bits", "code", "rate"):
         for value, op in product(_AXES[axis], OPS):
             yield _case(op, sizes[0], **{axis: value})
     for gradient, residual, op in product(_DTYPES, _DTYPES, OPS):
@@ -125,6 +132,8 @@ def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:
 
 def _case(op: str, size: int, gradient: str = "float32", **values: Any) -> Case:
     chosen = {axis: values.get(axis, _AXES[axis][0]) for axis in OPS[op]}
+    if "rate" in chosen:
+        gradient = "bfloat16"  # of the parameters: it has no gradient
     return Case(op=op, numel=1 << size, gradient=gradient, **chosen)
 
 
@@ -195,6 +204,8 @@ def problem(
     All contenders work on one input. The floor has the bytes that any implementation must read or
     write: gradient, residual and message, or messages and shard, which has the gradient's dtype.
     """
+    if case.rate is not None:
+        return _exact(case, device)
     row = make_row(case, device)
     make_codec, sends = _OPS[case.op]
     codec = make_codec(case, row)
@@ -203,16 +214,20 @@ def problem(
         floor = case.numel * (size + 2 * row.residual.element_size()) + codec.floor
     else:
         floor = case.numel * size + codec.ranks * codec.floor
+    make = partial(_contender, row, codec, sends, [])
+    return floor, _makers(make, device, row.grad), codec.facts
+
+
+def _makers(
+    make: Callable[[Ops, str], Contender], device: torch.device, row: Tensor
+) -> dict[str, Callable[[], Contender]]:
     name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
-    expected: list[Tensor] = []
-    make = partial(_contender, row, codec, sends, expected)
-    makers = {
+    return {
         # First, so that its results are there when others are checked.
         "reference": partial(make, reference, "eager torch"),
         "tagc": partial(make, get_ops(device, name), note),
-        "clone": lambda: Contender(run=row.grad.clone, note="the gradient"),
+        "clone": lambda: Contender(run=row.clone, note="the input"),
     }
-    return floor, makers, codec.facts
 
 
 def make_row(case: Case, device: torch.device) -> Row:
@@ -344,6 +359,52 @@ def _matrix(case: Case, row: Row) -> Codec:
         exact=False,  # no code says 0, so what is left of an element far below its step is rounded
         facts={"rows": layout.rows, "columns": columns, "words": layout.words},
     )
+
+
+def _exact(
+    case: Case, device: torch.device
+) -> tuple[int, dict[str, Callable[[], Contender]], dict[str, Any]]:
+    """Parameters before and after changes of a tenth of the learning rate, which need about as many
+    bits as AdamW's. Encoding measures first, as a rank does; the floor has one pass: old and new
+    parameters, and message."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights, change = (
+        torch.randn((1, case.numel), generator=generator, device=device) for _ in range(2)
+    )
+    assert case.rate is not None
+    old = weights.mul_(0.02).bfloat16()
+    new = weights.add_(change, alpha=case.rate / 10).bfloat16()
+    layout = ExactLayout(spans=(case.numel,), dtype=new.dtype)
+    words = torch.empty(1, layout.plan_words, dtype=torch.int32, device=device)
+    expected = torch.empty(1, layout.words, dtype=torch.int32, device=device)
+    reference.measure_exact(new, old, words, layout=layout)
+    reference.encode_exact(new, old, words, expected, layout=layout)
+    total = int(words[0, 0])
+
+    def contender(ops: Ops, note: str) -> Contender:
+        plan, message, row = torch.empty_like(words), expected.clone(), old.clone()
+
+        def encode() -> None:
+            ops.measure_exact(new, old, plan, layout=layout)
+            ops.encode_exact(new, old, plan, message, layout=layout)
+
+        def before() -> None:
+            message.fill_(-1) if case.op == "encode_exact" else row.copy_(old)
+
+        def check() -> str | None:
+            mine, right = (row.view(torch.int16), new.view(torch.int16))
+            if case.op == "encode_exact":
+                mine, right = message[:, :total], expected[:, :total]
+            return None if torch.equal(mine, right) else "its bits differ from the reference's"
+
+        def decode() -> None:
+            ops.decode_exact(message, row, layout=layout)
+
+        run = encode if case.op == "encode_exact" else decode
+        return Contender(run=run, before=before, check=check, note=note)
+
+    facts = {"message_bits": round(32 * total / case.numel, 2)}
+    return 4 * case.numel + 4 * total, _makers(contender, device, new), facts
 
 
 # The codec of each operator, and whether it sends.

@@ -1,6 +1,6 @@
 """``quality``: the loss of training with compressed traffic, on real ranks.
 
-Four comparisons, which share one training loop; the first three run on CPUs, over gloo:
+Comparisons of losses, which share one training loop; all but the last run on CPUs, over gloo:
 
 * ``sweep``: loss against bits. Each method's learning rate is swept, and none is compared at
   another's.
@@ -8,6 +8,8 @@ Four comparisons, which share one training loop; the first three run on CPUs, ov
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
 * ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
+
+And ``exact``: the bits that codec ``exact`` sends at several learning rates, on CPUs, too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 
 import tagc
 
+from ..gloo import on_ranks
 from ..records import Record, add_outputs
+from .exact import measure
 from .report import table
 from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
 from .settings import (
@@ -79,7 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=1, help="runs of each line (default: %(default)s)")
     add("--batch", type=int, default=GPT2.batch, help="sequences a rank (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
-    for comparison in (sweep, paired, untuned, shared):
+
+    exact = comparisons.add_parser("exact", help="bits that codec exact sends at several rates")
+    add = exact.add_argument
+    add("--steps", type=int, default=200, help="of each run (default: %(default)s)")
+    add("--width", type=int, default=160, help="width of the model, a multiple of 32")
+    for comparison in (sweep, paired, untuned, shared, exact):
         add_outputs(comparison, "runs/quality.jsonl", plots=False)
 
 
@@ -87,6 +96,11 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
     if args.comparison == "gpu":
         on_gpu(args)
+    elif args.comparison == "exact":
+        if args.steps < 1:
+            raise ValueError(f"--steps {args.steps}: at least 1")
+        shape = replace(_wide(args.width), context=128, ranks=2)
+        on_ranks(measure, shape.ranks, shape, args.steps, results_of("exact", args.json))
     else:
         runs = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}[args.comparison](args)
         try:
@@ -104,13 +118,17 @@ def _names(asked: str | None, default: tuple[str, ...]) -> list[str]:
     return names
 
 
+def _wide(width: int) -> Shape:
+    if width % 32:
+        raise ValueError(f"--width {width}: not a multiple of 32")
+    return Shape(width=width, heads=width // 32)
+
+
 def _sweep(args: argparse.Namespace) -> Comparison:
     if args.quick:
         args.steps, args.seeds, args.max_rates = [100], 1, 3
         args.width, args.layers = 64, 2
-    if args.width % 32:
-        raise ValueError(f"--width {args.width}: not a multiple of 32")
-    shape = Shape(width=args.width, heads=args.width // 32, layers=args.layers)
+    shape = replace(_wide(args.width), layers=args.layers)
     return partial(
         sweep_runs,
         methods=_names(args.methods, QUICK if args.quick else METHODS),

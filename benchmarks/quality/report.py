@@ -24,6 +24,7 @@ def table(records: Sequence[Record]) -> str:
         "paired": _paired_table,
         "untuned": _untuned_table,
         "gpu": _gpu_table,
+        "exact": _exact_table,
     }
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
@@ -187,6 +188,22 @@ def _gpu_table(records: Sequence[Record]) -> str:
         rows.append(["ms a step", *(r["step_ms"] for r in mine.values())])
         parts.append(f"{title}\n\n" + markdown(["step", *mine], rows))
     return "\n\n".join(parts)
+
+
+def _exact_table(records: Sequence[Record]) -> str:
+    """A row for each rate; how many times fewer bytes than FSDP2's own gathers, which are two a
+    step, and one without ``reshard_after_forward``."""
+    rows = []
+    for r in records:
+        mean, run = statistics.fmean(r["bits"]), r["run"]
+        after = f", after {run['after']:g}" if "after" in run else ""
+        times = (f"{r[name] / mean:.1f}×" for name in ("native_bits", "native_bits_kept"))
+        worst = f"{max(r['bits']):.2f}"
+        rows.append([f"{run['rate']:g}{after}", run["steps"], f"{mean:.2f}", worst, *times])
+    head = ["rate", "steps", "mean bits", "worst", "fewer bytes", "without reshard"]
+    run, numel = records[0]["run"], records[0]["parameters"] / 1e6
+    about = f"{numel:.2f} M parameters, {run['ranks']} ranks of {run['batch']} × {run['context']}"
+    return f"{about} bytes\n\n{markdown(head, rows)}"
 
 
 def _beside(loss: float | None, dense: float | None) -> str:

@@ -84,6 +84,8 @@ def method_of(name: str) -> Method:
         elif found := re.fullmatch(r"changes in (\d) bits", part):
             codec = {"kind": "delta", "bits": int(found[1])}
             policy["parameters"] = [{"when": {"min_numel": 1}, "codec": codec}]
+        elif part == "exact changes":
+            policy["parameters"] = [{"when": {"min_numel": 1}, "codec": {"kind": "exact"}}]
         else:
             raise ValueError(f"unknown: {part!r} in {name}")
     return Method(name=name, policy=policy, rates=rates)

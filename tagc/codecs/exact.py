@@ -7,8 +7,10 @@ the parameters. How long a message is depends on the parameters: ranks first tel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, Self
 
 from tagc.codecs.config import CodecConfig, Special
@@ -18,6 +20,20 @@ from tagc.ops.launches import DecodeExact
 from tagc.ops.program import Launch, Place
 
 _EXPECTED_BITS = 4
+# Learning rates, and bits an element there, a little more than the means in docs/exact.md.
+_MEASURED = ((1e-6, 0.2), (1e-5, 0.55), (3e-4, 2.3), (3e-3, 4.2))
+
+
+def expected_bits(rate: float) -> float:
+    """Bits an element that messages are expected to have at an AdamW's learning rate, on average
+    over a run: a line in the rate's logarithm between measured rates, constant beyond them."""
+    (lowest, bits), *_ = _MEASURED
+    if rate <= lowest:
+        return bits
+    for (low, few), (high, many) in pairwise(_MEASURED):
+        if rate <= high:
+            return few + (many - few) * math.log(rate / low) / math.log(high / low)
+    return _MEASURED[-1][1]
 
 
 class ExactConfig(CodecConfig):
@@ -51,7 +67,7 @@ class ExactPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        return f"exact, about {_EXPECTED_BITS} bits"
+        return "exact"
 
     @property
     def of_changes(self) -> bool:
@@ -75,6 +91,15 @@ class ExactPlan(CodecPlan):
         step = 1 << max(0, words.bit_length() - 6)
         return replace(self, capacity=min(-(-words // step) * step, self.layout.words))
 
+    @property
+    def largest(self) -> Self:
+        """The plan for the longest messages that can occur."""
+        return replace(self, capacity=self.layout.words)
+
+    def at_rate(self, rate: float) -> Self:
+        """The plan with the words that are expected at a learning rate."""
+        return replace(self, capacity=_expected_words(self.layout, expected_bits(rate)))
+
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
         yield Launch(DecodeExact(self.layout), (messages, rows), self.name)
 
@@ -89,8 +114,11 @@ def plan_exact(config: ExactConfig, request: PlanRequest) -> ExactPlan:
             "torch.bfloat16)), or use codec 'quantized' or 'delta'"
         )
     layout = ExactLayout(spans=tuple(request.spans), dtype=request.dtype)
-    expected = -(-_EXPECTED_BITS * layout.numel // 32)
-    return ExactPlan(layout=layout, capacity=min(max(1, expected), layout.words))
+    return ExactPlan(layout=layout, capacity=_expected_words(layout, _EXPECTED_BITS))
+
+
+def _expected_words(layout: ExactLayout, bits: float) -> int:
+    return min(max(1, math.ceil(bits * layout.numel / 32)), layout.words)
 
 
 EXACT = CodecKind(

@@ -68,13 +68,14 @@ class UnitGatherer(ABC):
             forward messages to each other.
         dense_bytes: bytes that the native all-gathers would have sent.
         inside_bytes: bytes sent so far to ranks of the same host.
+        last_bytes: those of :attr:`wire_bytes` that the last gather with messages sent.
     """
 
     def __init__(self, setup: GatherSetup) -> None:
         self.plan = setup.plan
         self.wire_bytes = 0
         self.dense_bytes = 0
-        self.inside_bytes = 0
+        self.inside_bytes = self.last_bytes = 0
         # The phase of the last gather, if it used messages.
         self._last: Phase | None = None
         self._ops, self._workspace = setup.ops, setup.workspace
@@ -118,8 +119,11 @@ class UnitGatherer(ABC):
             )
         if self.plan.info.ranks_per_host == 1 and "flat" not in self._levels:
             self._levels["flat"] = self._connect(group)
+        before = self.wire_bytes
         self._gather(rows, inp[None], phase)
         self._last = phase
+        if self.wire_bytes > before:  # else it read a copy, or messages again
+            self.last_bytes = self.wire_bytes - before
 
     @abstractmethod
     def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from tagc.codecs.exact import ExactConfig
 from tagc.costs.advise import advice_data, draw, pyplot_for, report, site_costs, site_report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
@@ -34,10 +35,11 @@ from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 
 # The options without effect, by situation.
 _SHARED: dict[str, tuple[str, ...]] = {
-    "with --ddp": ("replicas", "sites", "mesh", "param_dtype"),
+    "with --ddp": ("replicas", "sites", "mesh", "param_dtype", "learning_rate"),
     "without --mesh": ("tokens", "experts_per_token"),
     "with --mesh": ("world",),
     "with a --mesh without dimension ep": ("experts_per_token",),
+    "with --param-dtype fp32": ("learning_rate",),
 }
 EXPLAIN = _SHARED | {
     "with a policy for sites": (
@@ -46,8 +48,10 @@ EXPLAIN = _SHARED | {
     ),
     "with a policy that is not for sites": ("sites",),
     "with a policy without codec auto": ("bandwidth", "latency"),
+    "with a policy without codec exact": ("learning_rate",),
     "with one data-parallel rank": (
         *("replicas", "ranks_per_host", "dtype", "bandwidth", "latency", "micro_batches"),
+        "learning_rate",
     ),
     "with one data-parallel rank and without --json": ("full",),
 }
@@ -57,7 +61,7 @@ ADVISE = _SHARED | {
     "with --sites": (
         *("mesh", "tokens", "experts_per_token", "replicas", "ranks_per_host", "micro_batches"),
         *("dtype", "param_dtype", "inside_bandwidth", "shard_bandwidth", "memory_bandwidth"),
-        *("device_memory", "ops", "plot"),
+        *("device_memory", "ops", "plot", "learning_rate"),
     ),
     "with --sites and --overlap": ("device",),  # which decides only how much overlaps
     "with one rank on each host": ("inside_bandwidth",),
@@ -67,7 +71,7 @@ ADVISE = _SHARED | {
     "without a compute time (--step-time)": ("overlap",),
     "with a --mesh whose data-parallel ranks share a host": (
         *("step_time", "tokens_per_rank", "tflops", "overlap", "device", "ops", "dtype"),
-        *("policy", "device_memory", "plot"),
+        *("policy", "device_memory", "plot", "learning_rate"),
     ),
 }
 
@@ -86,6 +90,9 @@ def explain(args: argparse.Namespace) -> int:
         "with a policy for sites": policy.sites is not None,
         "with a policy that is not for sites": policy.sites is None,
         "with a policy without codec auto": not is_automatic(policy),
+        "with a policy without codec exact": not any(
+            isinstance(rule.codec, ExactConfig) for rule in policy.parameters
+        ),
         "with one data-parallel rank": alone,
         "with one data-parallel rank and without --json": alone and not args.json,
     }
@@ -140,6 +147,7 @@ def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan
         parameter_dtype=DTYPES[args.param_dtype],
         choose=choose,
         micro_batches=args.micro_batches,
+        learning_rate=args.learning_rate,
     )
 
 
@@ -147,6 +155,7 @@ def advise(args: argparse.Namespace) -> int:
     mesh = _mesh(args)
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
+    compared = [Policy.load(name) for name in (*data_parallel_policies(), *args.policy)]
     holds = {
         "with --sites": args.sites > 1,
         "with --sites and --overlap": args.sites > 1 and args.overlap is not None,
@@ -187,8 +196,7 @@ def advise(args: argparse.Namespace) -> int:
         shapes, link = one_stage(shapes, mesh), link_of(link, together)
     if args.world == link.ranks_per_host:
         raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
-    names = [*data_parallel_policies(), *args.policy]
-    advisor = Advisor(_question(args, shapes, link), [Policy.load(name) for name in names])
+    advisor = Advisor(_question(args, shapes, link), compared)
     if plots is not None:
         draw(advisor, plots, str(args.plot))
     if args.json:
@@ -230,6 +238,7 @@ def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Ques
         device_memory=args.device_memory,
         micro_batches=args.micro_batches,
         ddp=args.ddp,
+        learning_rate=args.learning_rate,
     )
 
 
@@ -289,6 +298,7 @@ def _refuse_without_effect(
         "without --mesh": mesh is None,
         "with --mesh": mesh is not None,
         "with a --mesh without dimension ep": mesh is not None and "ep" not in mesh,
+        "with --param-dtype fp32": args.param_dtype == "fp32",
         **holds,
     }
     assert holds.keys() == table.keys()

@@ -128,6 +128,7 @@ def _add_explain(commands: Any) -> None:
     _add_mesh(command)
     command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
+    _add_learning_rate(command)
     command.add(
         "--full", action="store_true", help="print every parameter, even if blocks are equal"
     )
@@ -203,6 +204,7 @@ def _add_advise(commands: Any) -> None:
         help="memory of a rank without activations, such as 80GB; marks policies that do not fit",
     )
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
+    _add_learning_rate(command)
     command.add("--ops", help="implementation to time on cpu")
     command.add(
         "--policy",
@@ -217,6 +219,14 @@ def _add_advise(commands: Any) -> None:
         help="plot step time against bandwidth (needs tagc[demo]); PNG, SVG or PDF",
     )
     _add_json(command)
+
+
+def _add_learning_rate(command: _Command) -> None:
+    command.add(
+        "--learning-rate",
+        type=number,
+        help="AdamW's, such as 3e-4, on which the bytes of codec exact depend",
+    )
 
 
 def _add_mesh(command: _Command) -> None:

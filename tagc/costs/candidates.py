@@ -52,6 +52,7 @@ class Question:
     device_memory: float | None = None  # bytes that activations leave a rank, if known
     micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
     ddp: bool = False  # each rank has the whole model
+    learning_rate: float | None = None  # for codec exact
 
     @property
     def sharded(self) -> int:
@@ -210,6 +211,7 @@ def _candidate(
         parameter_dtype=parameter_dtype,
         choose=choose,
         gloo=q.gloo,
+        learning_rate=q.learning_rate,
     )
     work = Workload.of(plan, time, q.micro_batches)
     memory = plan.memory.peak

@@ -140,9 +140,10 @@ def plan_shapes(
     choose: Choose | None = None,
     gloo: bool = False,
     micro_batches: int = 1,
+    learning_rate: float | None = None,
 ) -> Plan:
     """Plan a policy for a model with these shapes. ``ranks_per_host`` counts those of all
-    replicas."""
+    replicas; ``learning_rate`` is for codec ``exact``, if the policy has it."""
     sharded = world_size // replicas
     levels = ranks_in_levels(sharded, ranks_per_host)
     gathers: list[UnitInfo] = []
@@ -159,7 +160,7 @@ def plan_shapes(
         units, gathers = shapes.units(sharded, dtype, parameter_dtype, ranks_per_host=levels)
     if replicas > 1:
         across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
-    return build_plan(
+    plan = build_plan(
         units,
         policy,
         gathers=gathers,
@@ -168,6 +169,9 @@ def plan_shapes(
         gloo=gloo,
         micro_batches=micro_batches,
     )
+    if learning_rate is None or not plan.exact:
+        return plan
+    return plan.at_learning_rate(learning_rate)
 
 
 def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
         },
         "directions": sums,
         "memory": {**asdict(plan.memory), "peak": plan.memory.peak},
-        "notes": list(plan.notes),
+        "notes": [*plan.about_exact, *plan.notes],
         "warnings": list(plan.warnings),
         "rows": [asdict(row) for row in rows],
     }

@@ -41,6 +41,8 @@ class Metrics:
             on what other hosts sent.
         parameter_error: Euclidean norm of the current change of this rank's parameters by
             quantization, relative to the norm of the parameters.
+        parameter_bits: bits an element of the last messages about parameters, of units that
+            compress any: with codec ``exact`` they differ from step to step; NaN before the first.
         native_parameter_bytes: bytes of the all-gathers that FSDP did itself, because the policy
             leaves parameters to it: those that ``plan()`` counts for as many backwards. 0 if tagc
             sends the parameters, and with FSDP1, where it does not know them.
@@ -75,6 +77,7 @@ class Metrics:
     parameter_dense_bytes: int
     parameter_inside_wire_bytes: int
     parameter_error: float
+    parameter_bits: float
     native_parameter_bytes: int
     total_wire_bytes: int
     total_dense_bytes: int
@@ -133,6 +136,8 @@ class Metrics:
         lines.append(f"residual norm {self.residual_norm:.3g}")
         if self.parameter_error:
             lines[-1] += f"; parameters off by {self.parameter_error:.2%}"
+        if not math.isnan(self.parameter_bits):
+            lines[-1] += f"; {self.parameter_bits:.2f} bits a parameter in the last gather"
         if not math.isnan(self.noise_factor):
             lines.append(f"gradients {self.noise_factor:.2f} times as large as dense ones")
         elif not math.isnan(self.rate_factor):
@@ -172,6 +177,7 @@ def collect(
     steps = max((r.counters.steps for r in reducers), default=0)
     native = int(steps * native_bytes)
     parameters = sum(g.wire_bytes for g in gatherers), sum(g.dense_bytes for g in gatherers)
+    sent = [g for g in gatherers if g.last_bytes]
     return Metrics(
         steps=steps,
         warming_up=max([0, *left]),
@@ -184,6 +190,11 @@ def collect(
         parameter_dense_bytes=parameters[1],
         parameter_inside_wire_bytes=sum(g.inside_bytes for g in gatherers),
         parameter_error=parameter_error,
+        parameter_bits=_share(
+            8 * sum(g.last_bytes for g in sent),
+            sum((g.plan.peers - 1) * g.plan.columns for g in sent),
+            math.nan,
+        ),
         native_parameter_bytes=native,
         total_wire_bytes=sum(r.wire_bytes for r in all_reducers) + parameters[0] + native,
         total_dense_bytes=_dense_bytes(all_reducers) + parameters[1] + native,

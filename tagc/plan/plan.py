@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from tagc.codecs.exact import ExactPlan
 from tagc.plan.messages import Segment
 from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
@@ -38,6 +39,7 @@ class Plan:
         gloo: whether the backend is gloo.
         frozen: the text of a policy's file that repeats the choices of ``codec: auto``; empty
             without them.
+        learning_rate: the one that bytes of codec ``exact`` are expected at; None if not given.
     """
 
     policy: Policy
@@ -50,6 +52,24 @@ class Plan:
     warnings: tuple[str, ...] = ()
     gloo: bool = False
     frozen: str = ""
+    learning_rate: float | None = None
+
+    def at_learning_rate(self, rate: float) -> Plan:
+        """The plan with the bytes that codec ``exact`` is expected to send at a learning rate of
+        AdamW. Nothing else depends on it.
+
+        Raises:
+            ValueError: if nothing is sent by codec ``exact``, or the rate is not above zero.
+        """
+        if not self.exact:
+            raise ValueError(
+                f"the plan of policy {self.policy.name!r} does not depend on the learning rate: "
+                "nothing is sent by codec 'exact'"
+            )
+        if not rate > 0:
+            raise ValueError(f"a learning rate must be above zero, not {rate}")
+        parameters = _with_exact(self.parameters, lambda codec: codec.at_rate(rate))
+        return replace(self, parameters=parameters, learning_rate=rate)
 
     def freeze(self, file: str | os.PathLike[str]) -> None:
         """Write a policy's file that repeats the choices of ``codec: auto``, so that another start
@@ -95,6 +115,31 @@ class Plan:
         return {
             name: sent_in_step(some, self.micro_batches) for name, some in units.items() if some
         }
+
+    @property
+    def exact(self) -> tuple[ExactPlan, ...]:
+        """The segments of codec ``exact``."""
+        codecs = (segment.codec for unit in self.parameters for segment in unit.segments)
+        return tuple(codec for codec in codecs if isinstance(codec, ExactPlan))
+
+    @property
+    def about_exact(self) -> Iterator[str]:
+        """A note on what codec ``exact`` is expected to send, and can send at most."""
+        exact = self.exact
+        if not exact:
+            return
+        numel = sum(codec.layout.numel for codec in exact)
+        bits = 32 * sum(codec.words for codec in exact) / max(1, numel)
+        at = "" if self.learning_rate is None else f" at a learning rate of {self.learning_rate:g}"
+        most = _with_exact(self.parameters, lambda codec: codec.largest)
+        expected, at_most = (
+            format_bytes(sent_in_step(units, self.micro_batches)[0])
+            for units in (self.parameters, most)
+        )
+        yield (
+            f"parameters: expected {expected} per step, with {bits:.2g} bits for an exact change"
+            f"{at}; at most {at_most}"
+        )
 
     @property
     def headline(self) -> str:
@@ -145,6 +190,7 @@ class Plan:
         steps = about_steps(units, self.micro_batches) if self.policy.sites is None else ()
         notes = (
             self.memory.note,
+            *self.about_exact,
             *steps,
             *self.notes,
             *(f"warning: {warning}" for warning in self.warnings),
@@ -152,6 +198,19 @@ class Plan:
         per = "step" if self.policy.sites is None else "exchange"
         after = f", after {self.warmup_steps} uncompressed {per}s" if self.warmup_steps else ""
         return as_text(f"policy {self.policy.name}: {self.headline}{after}", rows, notes)
+
+
+def _with_exact(
+    units: Sequence[UnitPlan], change: Callable[[ExactPlan], ExactPlan]
+) -> tuple[UnitPlan, ...]:
+    """Units with other plans of exact segments."""
+
+    def changed(segment: Segment) -> Segment:
+        if not isinstance(segment.codec, ExactPlan):
+            return segment
+        return replace(segment, codec=change(segment.codec))
+
+    return tuple(replace(unit, segments=tuple(map(changed, unit.segments))) for unit in units)
 
 
 def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:

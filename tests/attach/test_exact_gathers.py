@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_a_run_has_native_bits(
     ours = life(model, rank, tagc.compressor(model))
     for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
         assert torch.equal(mine, theirs), f"number {i}"
+    assert tagc.compressor(model).metrics().parameter_error == 0  # of the last step's changes, too
 
 
 @on_ranks(4)
@@ -156,6 +158,7 @@ def test_bytes_follow_the_changes(rank: int, world_size: int) -> None:
     model: Any = fully_shard(nn.Linear(256, 256, bias=False), mp_policy=mixed)
     wrap(model, gathering(*ALL))
     compressor = tagc.compressor(model)
+    assert math.isnan(compressor.metrics().parameter_bits)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     bits = []
 
@@ -168,6 +171,9 @@ def test_bytes_follow_the_changes(rank: int, world_size: int) -> None:
         model.zero_grad()
         sent = compressor.parameter_wire_bytes - before
         bits.append(8 * sent / (256 * 256 / 2))
+        metrics = compressor.metrics()
+        assert metrics.parameter_bits == bits[-1]
+        assert f"; {bits[-1]:.2f} bits a parameter in the last gather" in str(metrics)
 
     change(lambda x: None)
     bits.clear()

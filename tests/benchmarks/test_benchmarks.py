@@ -26,6 +26,7 @@ SMALL = ["kernels", "--quick", "--device", "cpu", "--sizes", "12", "13"]
 
 def case_of(op: str, gradient: str = "float32", **values: Any) -> Case:
     first = {"residual": "float32", "density": 0.05, "symbol": "int8x4", "bits": 4, "code": "int1"}
+    first["rate"] = 3e-4
     given = {axis: first[axis] for axis in OPS[op]} | values
     return Case(op=op, numel=1 << 13, gradient=gradient, **given)
 
@@ -53,7 +54,8 @@ class Damages:
     def __getattr__(self, name: str) -> Any:
         def run(*tensors: Any, **sizes: Any) -> None:
             getattr(self._ops, name)(*tensors, **sizes)
-            tensors[self._position].flatten()[5:6].view(torch.int32).bitwise_xor_(1)
+            if self._position < len(tensors):
+                tensors[self._position].flatten()[4:6].view(torch.int32).bitwise_xor_(1)
 
         return run
 
@@ -61,7 +63,7 @@ class Damages:
 @pytest.mark.parametrize(
     ("op", "position"),
     [("encode", 1), ("encode", 6), ("quantize", 1), ("quantize_matrix", 2), ("dequantize", 1),
-     ("decode", 4)],
+     ("decode", 4), ("encode_exact", 3), ("decode_exact", 1)],
 )  # fmt: skip
 def test_a_wrong_bit_is_noticed(op: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     get_ops = operators.get_ops
@@ -103,6 +105,8 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         ("quality paired --lines 1bit", 2, "unknown: 1bit"),
         ("quality sweep --methods nothing", 2, "unknown: nothing"),
         ("quality sweep --width 48", 2, "--width 48: not a multiple of 32"),
+        ("quality exact --width 48", 2, "--width 48: not a multiple of 32"),
+        ("quality exact --steps 0", 2, "--steps 0: at least 1"),
         ("quality gpu --device cpu --text nowhere.npz", 2, "no such file: nowhere.npz"),
     ],
 )
@@ -156,6 +160,7 @@ def test_structure_counts_calls(capsys: Any) -> None:
         ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
         ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
         ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
+        ("exact", "| 0.0003 | 200 | 1.82 | 2.91 | 16.9× | 8.8× |"),
         ("sites-network", "| 0.281 s | 89.3% (89.2% to 89.3%) | 82.0 | 246 | +1.4% | 10.7% |"),
     ],
 )

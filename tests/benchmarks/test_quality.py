@@ -139,6 +139,25 @@ def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> N
     assert said["loss"] is not None
 
 
+@pytest.mark.slow
+def test_exact_changes_are_counted_at_several_rates(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "exact.jsonl"
+    command = ["quality", "exact", "--steps", "3", "--width", "32", "--json", str(file)]
+    assert suites.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| 1e-06, after 0.0003 | 3 |" in printed
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    means = [sum(r["bits"]) / 3 for r in records]
+    assert 10 > means[0] > means[1] > means[2] > means[3] > 0
+    for r in records:
+        assert len(r["bits"]) == 3
+        assert r["native_bits_kept"] == pytest.approx(16)
+        assert 16 < r["native_bits"] < 32  # FSDP gathers the root once
+    assert suites.main(command) == 0
+    assert capsys.readouterr().out == printed
+    assert len(file.read_text().splitlines()) == 4
+
+
 def _beside_gloo(rank: int, memory: Memory) -> None:
     for name in ("dense", "4 bits, changes in 4 bits", "1 bit"):
         half = replace(RUN.recipe, half=name != "dense", kept=name == "1 bit")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import tagc
 from support.distributed import as_on_nccl, on_ranks
 from tagc.attach import ddp
+from tagc.codecs.exact import expected_bits
 from tagc.commands.cli import main
 from tagc.costs import Link
 from tagc.plan import format_bytes
+
+BF16 = torch.bfloat16
 
 
 def run(capsys: Any, *argv: str) -> str:
@@ -112,6 +117,62 @@ def test_a_table_of_ddp(capsys: Any) -> None:
     bf16 = run(capsys, "explain", "1e8", "--world", "4", "--ddp", "--dtype", "bf16", "--full")
     assert f"per step instead of {format_bytes(2 * 3 / 4 * 2 * numel)}: gradients" in bf16
     assert "\nunit " in bf16
+
+
+EXACT = """
+schema: 1
+gradients:
+  - when: {}
+    codec: {kind: dense}
+parameters:
+  - when: {role: mlp}
+    codec: {kind: exact}
+"""
+
+
+def test_exact_changes_depend_on_the_learning_rate(tmp_path: Path, capsys: Any) -> None:
+    """The plan says what is expected and what is sent at most; memory is for the most."""
+    file, shapes = tmp_path / "exact.yaml", tmp_path / "shapes.json"
+    file.write_text(EXACT)
+    shapes.write_text(json.dumps(SHAPES))
+    command = ["explain", str(shapes), "--world", "4", "--policy", str(file), "--json"]
+    elements = 2 * 3 * COLUMNS  # of both units, to three ranks
+    most, buffers = 2 * elements, set()
+    for rate, bits in ((None, 4.0), (3e-4, 2.3), (5.5e-5, 1.42), (1e-9, 0.2), (1.0, 4.2)):
+        given = [] if rate is None else ["--learning-rate", str(rate)]
+        plan = json.loads(run(capsys, *command, *given))
+        sent = plan["sent"]["parameters"]["wire_bytes"]
+        assert sent == pytest.approx(elements * bits / 8, rel=0.03)
+        buffers.add(plan["memory"]["buffers"])
+        at = "" if rate is None else f" at a learning rate of {rate:g}"
+        (note,) = (note for note in plan["notes"] if note.startswith("parameters: expected"))
+        assert f"expected {format_bytes(sent)} per step, with {bits:.2g} bits for an " in note
+        assert f" change{at}; at most {format_bytes(most + 2 * 3 * 128)}" in note
+        assert f"- {note}" in run(capsys, *command[:-1], *given)
+    assert len(buffers) == 1
+
+    advice = ["advise", "--model", str(shapes), "--world", "4", "--bandwidth", "1Gbit", "--json"]
+    advice += ["--policy", str(file)]
+    for_rates = []
+    for rate in ("3e-4", "1e-6"):
+        rows = json.loads(run(capsys, *advice, "--learning-rate", rate))["candidates"]
+        for_rates.append({row["name"]: row["host_sends"] for row in rows})
+    usual, tuning = for_rates
+    assert usual.keys() == tuning.keys()
+    assert [name for name in usual if usual[name] != tuning[name]] == [str(file)]
+    assert usual[str(file)] - tuning[str(file)] == pytest.approx(elements * 2.1 / 8, rel=0.03)
+
+    with pytest.raises(ValueError, match="must be above zero, not 0"):
+        tagc.explain(SHAPES, file, world_size=4, parameter_dtype=BF16).at_learning_rate(0)
+    with pytest.raises(ValueError, match="'hosts' does not depend on the learning rate"):
+        tagc.explain(SHAPES, "hosts", world_size=4).at_learning_rate(1e-3)
+
+
+def test_expected_bits_grow_with_the_learning_rate() -> None:
+    rates = [1e-8 * 2**i for i in range(30)]
+    bits = [expected_bits(rate) for rate in rates]
+    assert bits == sorted(bits)
+    assert (bits[0], bits[-1]) == (0.2, 4.2)
 
 
 COLUMNS = 1024 * 512 // 4

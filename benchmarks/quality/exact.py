@@ -1,0 +1,108 @@
+"""Bits an element that codec ``exact`` sends at several learning rates, counted at the collectives:
+messages as they were sent, with what fills up to the longest rank's, and the exchange of sizes.
+
+One model trains at each of :data:`TRAINING`, the last one goes on at each of :data:`TUNING`, at a
+constant rate, on text that it has not seen. Gradients are uncompressed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import tagc
+from examples.text import load_corpus
+
+from ..gloo import clip
+from ..network import ledger
+from ..records import Results, machine
+from .settings import DENSE, Recipe, Run, Shape, method_of
+from .training import factor, make_model, make_optimizers
+
+TRAINING, TUNING = (3e-3, 3e-4), (1e-5, 1e-6)
+_EXACT = method_of("dense, exact changes")
+_RECIPE = Recipe(half=True)
+_own_linear = F.linear
+
+
+def measure(rank: int, shape: Shape, steps: int, results: Results) -> None:
+    """As one of the ranks, make the runs that the file does not have."""
+    ledger.install()
+
+    @cache
+    def native(*, reshard: bool) -> float:
+        return _run(_run_at(DENSE.name, shape, 1, TRAINING[0]), reshard=reshard)[0][0]
+
+    @cache
+    def trained(rate: float) -> tuple[list[float], Mapping[str, Any]]:
+        return _run(_run_at(_EXACT.name, shape, steps, rate))
+
+    for rate in (*TRAINING, *TUNING):
+        run = _run_at(_EXACT.name, shape, steps, rate)
+        begins = {"after": TRAINING[-1]} if rate in TUNING else {}
+        key = run.key | begins
+        if results.get(key) is not None:
+            continue
+        bits, _ = _run(run, trained(TRAINING[-1])[1]) if begins else trained(rate)
+        found = {
+            "parameters": sum(p.numel() for p in make_model(run).parameters()),
+            "bits": [round(b, 4) for b in bits],
+            "native_bits": native(reshard=True),
+            "native_bits_kept": native(reshard=False),
+        }
+        results.add(key, machine() | found, write=rank == 0)
+        if rank == 0:
+            print(f"rate {rate:g}: {statistics.fmean(bits):.3f} bits", file=sys.stderr, flush=True)
+
+
+def _run_at(method: str, shape: Shape, steps: int, rate: float) -> Run:
+    return Run(method=method_of(method), shape=shape, steps=steps, rate=rate, recipe=_RECIPE)
+
+
+def _run(
+    run: Run, start: Mapping[str, Any] | None = None, *, reshard: bool = True
+) -> tuple[list[float], Mapping[str, Any]]:
+    """What the all-gathers about each step send to another rank, in bits an element of the sender's
+    shard; and the weights at the end. ``start``: weights of a model to fine-tune."""
+    corpus, ranks = load_corpus(), dist.get_world_size()
+    model = make_model(run)
+    if start is not None:
+        model.load_state_dict(start)
+        corpus = replace(corpus, train=corpus.validation)
+    if not reshard:
+        model.set_reshard_after_forward(False)
+    if run.method.policy is not None:
+        tagc.wrap(model, run.method.policy)
+    (optimizer,) = make_optimizers(model, run.recipe, run.rate)
+    numel = sum(p.numel() for p in model.parameters()) / ranks
+    bits: list[float] = []
+    # The first forward gathers parameters whole; those after a step say what it changed.
+    for step in range(run.steps + 1):
+        ledger.tally(reset=True)
+        batch = corpus.batch(
+            run.shape.batch, run.shape.context, seed=run.seed, step=step, rank=dist.get_rank()
+        )
+        with mock.patch.object(F, "linear", _linear):
+            model(*batch).backward()
+        bits.append(8 * ledger.tally().payload[ledger.PARAMETERS] / (numel * (ranks - 1)))
+        clip(model.parameters(), run.recipe.clip or 0.0)
+        for group in optimizer.param_groups:
+            share = 1.0 if start is not None else factor(step, run.steps, run.recipe.floor)
+            group["lr"] = run.rate * share
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits[1:], model.state_dict()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rounded as bfloat16's own. A CPU without instructions for it takes 15 times as long there."""
+    return _own_linear(x.float(), weight.float(), bias).to(x.dtype)
