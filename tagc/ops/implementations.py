@@ -20,6 +20,7 @@ from tagc.ops.exact import ExactOps
 from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
+from tagc.ops.merged import MergedOps
 from tagc.ops.sketch import SketchOps
 from tagc.ops.thresholds import ThresholdOps
 
@@ -41,6 +42,7 @@ class Ops(
     ThresholdOps,
     FingerprintOps,
     DenseOps,
+    MergedOps,
     Protocol,
 ):
     """All operators of an implementation."""

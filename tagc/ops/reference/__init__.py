@@ -1,7 +1,8 @@
 """Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
-from tagc.ops.dense import get_dense, put_dense, sum_dense
+from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
+from tagc.ops.merged import merged
 from tagc.ops.reference.blocks import (
     dequantize,
     prepare_blocks,
@@ -28,11 +29,11 @@ __all__ = [
     "decode",
     "decode_exact",
     "dequantize",
+    "dequantize_and_sum",
     "dequantize_matrix",
     "encode",
     "encode_exact",
     "fingerprint",
-    "get_dense",
     "insert",
     "measure_exact",
     "peel",
@@ -44,6 +45,7 @@ __all__ = [
     "prepare_thresholds",
     "put_dense",
     "quantize",
+    "quantize_and_put",
     "quantize_matrix",
     "release",
     "select",
@@ -51,6 +53,8 @@ __all__ = [
     "sum_dense",
     "undo_lag",
 ]
+
+quantize_and_put, dequantize_and_sum = merged(quantize, dequantize)
 
 
 def release() -> None:
