@@ -68,6 +68,6 @@ def test_a_wrong_kernel_is_refused():
 
     with (
         emulated(change=wrong),
-        pytest.raises(KernelError, match=r"quantize\(.*: aligned: \d+ of \d+ elements of"),
+        pytest.raises(KernelError, match=r"quantize_and_put\(.*: aligned: \d+ of \d+ elements of"),
     ):
         make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
