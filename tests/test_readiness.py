@@ -125,10 +125,12 @@ def trained(rank: int) -> tuple[str, list[str], list[str]]:
 
 def test_wrap_takes_the_kernels_after_a_check():
     for plan, compiled, checked in run_ranks(trained, 2):
-        assert "- kernels: 14 kinds of calls give the reference's bits (device cpu" in plan
-        assert set(compiled) == {"quantize", "dequantize", "put_dense", "sum_dense"}
+        assert "- kernels: 8 kinds of calls give the reference's bits (device cpu" in plan
+        assert set(compiled) == {
+            "quantize", "quantize_and_put", "dequantize", "dequantize_and_sum"
+        }  # fmt: skip
         # Two units with segments of their own sizes, wherever tensors lie.
-        assert len(checked) == 14 * len(PLACEMENTS)
+        assert len(checked) == 8 * len(PLACEMENTS)
 
 
 def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -> str:

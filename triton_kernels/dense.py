@@ -1,9 +1,9 @@
 """Uncompressed pieces of messages, and stamps, one launch for all of a message.
 
-A table on the device lists the pieces. The grid is tiles of the longest piece, rows, and pieces;
-after the pieces comes one more, for what concerns the whole message: writing the stamps, or if they
-differ, the flag and NaN in all columns. Every program compares the stamps, so none needs another's
-result.
+A table on the device lists the pieces. Of a row's programs, the first ones are tiles of the longest
+piece, for each piece; as many more are for what concerns the whole message: writing the stamps, or
+if they differ, the flag and NaN in all columns. Every program compares the stamps, so none needs
+another's result. Launches of blocks have these programs after their own.
 
 Columns and lengths are multiples of ``UNIT``, and so stand in the table in that unit: then Triton
 knows that neighbouring elements are aligned and share a mask, and loads up to 16 bytes at once.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from .jit import jit, tl
 from .scalar import widen
 from .sizes import cdiv
 
-_TILE, _WARPS = 2048, 4
+_WARPS = 4
+# Elements of a warp.
+_EACH = 512
 # A message's elements and stamps are loaded for so many ranks at once.
 _STEPS, _STAMPS = 8, 64
 _LARGEST_UNIT = 16
@@ -51,94 +54,126 @@ def to_bfloat16(x):
 
 
 @jit
-def stamps_differ(words, stamp, R, words_next, STAMPS: tl.constexpr):
+def stamps_differ(stamps, stamp, R, stamps_next, STAMPS: tl.constexpr):
     """Whether any message's stamp differs."""
     mark, count = tl.load(stamp), tl.load(stamp + 1)
     lane = tl.arange(0, STAMPS)
     differs = tl.zeros([STAMPS], tl.int32)
     for first in range(0, R, STAMPS):
         inside = lane < R - first
-        at = words + (first + lane).to(tl.int64) * words_next
+        at = stamps + (first + lane).to(tl.int64) * stamps_next
         differs |= (tl.load(at, mask=inside, other=mark) != mark).to(tl.int32)
         differs |= (tl.load(at + 1, mask=inside, other=count) != count).to(tl.int32)
     return tl.max(differs, 0) != 0
 
 
 @jit
-def spoil(out, columns, TILE: tl.constexpr):
-    """NaN in all columns, by the programs of one row."""
-    for tile in range(tl.program_id(0), tl.cdiv(columns, TILE), tl.num_programs(0)):
+def is_spoilt(stamps, stamp, wrong, R, stamps_next, STAMPS: tl.constexpr):
+    """Whether rows become NaN: if a stamp differs, or without stamps, if the flag is set."""
+    if stamp is not None:
+        return stamps_differ(stamps, stamp, R, stamps_next, STAMPS)
+    else:
+        return tl.load(wrong) != 0
+
+
+@jit
+def spoil(out, columns, first, step, TILE: tl.constexpr):
+    """NaN in every ``step``-th tile of columns."""
+    for tile in range(first, tl.cdiv(columns, TILE), step):
         j = tile * TILE + tl.arange(0, TILE)
         x = tl.full([TILE], float("nan"), tl.float32).to(out.dtype.element_ty)
         tl.store(out + j, x, mask=j < columns)
 
 
-@jit(do_not_specialize=["stamp", "table", "pieces", "rows"])
-def put_dense_kernel(
-    x, elements, words, stamp, table, pieces, rows, x_stride, elements_stride, words_stride,
+@jit
+def put_part(
+    part, d, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+    elements_stride, stamps_stride,
     UNIT: tl.constexpr, OF_WORDS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
     STAMPS: tl.constexpr,
 ):  # fmt: skip
-    p, d = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    """What the program ``part`` of row ``d`` puts."""
+    p, tile = part // tiles, part % tiles
     if p < pieces:
         column, n, first = row_of_table(table, p, UNIT, OF_WORDS)
-        j = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        some = tl.load(x + (d * x_stride + column) + j, mask=j < n, other=0.0)
-        if x.dtype.element_ty != elements.dtype.element_ty:
+        j = tile * TILE + tl.arange(0, TILE)
+        some = tl.load(rows + (d * rows_stride + column) + j, mask=j < n, other=0.0)
+        if rows.dtype.element_ty != elements.dtype.element_ty:
             some = to_bfloat16(widen(some))
         end = n
         if HALF:
             end += n % 2
         tl.store(elements + (d * elements_stride + first) + j, some, mask=j < end)
-    if stamp is not None and (p == pieces) & (tl.program_id(0) == 0) & (d == 0):
+    if stamp is not None and (p == pieces) & (tile == 0) & (d == 0):
         mark, count = tl.load(stamp), tl.load(stamp + 1) + 1
         lane = tl.arange(0, STAMPS)
-        for begin in range(0, rows, STAMPS):
-            at = words + (begin + lane).to(tl.int64) * words_stride
-            inside = lane < rows - begin
+        for begin in range(0, messages, STAMPS):
+            at = stamps + (begin + lane).to(tl.int64) * stamps_stride
+            inside = lane < messages - begin
             tl.store(at, tl.zeros_like(lane) + mark, mask=inside)
             tl.store(at + 1, tl.zeros_like(lane) + count, mask=inside)
         tl.debug_barrier()  # all threads have read the count
         tl.store(stamp + 1, count)
 
 
-@jit(do_not_specialize=["stamp", "wrong", "table", "pieces", "R", "columns", "divisor"])
-def sum_dense_kernel(
-    elements, words, out, stamp, wrong, table, pieces, R, columns, divisor, elements_stride,
-    elements_next, words_next, out_stride,
-    UNIT: tl.constexpr, OF_WORDS: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
-    STEPS: tl.constexpr, STAMPS: tl.constexpr,
+@jit
+def sum_part(
+    part, k, spoilt, rows, elements, stamp, wrong, table, pieces, tiles, columns, R, divisor,
+    rows_stride, elements_stride, elements_next,
+    UNIT: tl.constexpr, OF_WORDS: tl.constexpr, ONE: tl.constexpr, DIVIDE: tl.constexpr,
+    TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    p, k = tl.program_id(2), tl.program_id(1).to(tl.int64)
-    out += k * out_stride
-    if stamp is not None:
-        differ = stamps_differ(words, stamp, R, words_next, STAMPS)
-        if differ & (p == pieces):
-            spoil(out, columns, TILE)
-            if tl.program_id(0) == 0:
+    """What the program ``part`` of row ``k`` sums.
+
+    Args:
+        spoilt: what :func:`is_spoilt` returned; None without a flag.
+    """
+    p, tile = part // tiles, part % tiles
+    rows += k * rows_stride
+    if spoilt is not None:
+        spoils = spoilt & (p == pieces)
+        if spoils:
+            spoil(rows, columns, tile, tiles, TILE)
+            if stamp is not None and tile == 0:
                 tl.store(wrong, 1)
     if p < pieces:
         column, n, first = row_of_table(table, p, UNIT, OF_WORDS)
-        j = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        j = tile * TILE + tl.arange(0, TILE)
         inside = j < n
         elements += k * elements_stride + first
-        total = wide(tl.load(elements + j, mask=inside, other=0.0))
-        for begin in range(1, R, STEPS):
-            some = ()
-            rank = tl.zeros_like(j) + begin
-            for i in tl.static_range(STEPS):
-                elements += elements_next
-                some += (tl.load(elements + j, mask=inside & (rank + i < R), other=0.0),)
-            for i in tl.static_range(STEPS):
-                # Adding a zero would lose a minus zero.
-                total = tl.where(rank + i < R, total + wide(some[i]), total)
-        if DIVIDE:
-            total = divided(total, divisor)
+        total = tl.load(elements + j, mask=inside, other=0.0)
+        if ONE:
+            total = as_it_is(total, rows.dtype.element_ty)
         else:
-            total *= divisor
-        if stamp is not None:
-            total = tl.where(differ, float("nan"), total)
-        tl.store(out + column + j, total.to(out.dtype.element_ty), mask=inside)
+            total = wide(total)
+            for begin in range(1, R, STEPS):
+                some = ()
+                rank = tl.zeros_like(j) + begin
+                for i in tl.static_range(STEPS):
+                    elements += elements_next
+                    some += (tl.load(elements + j, mask=inside & (rank + i < R), other=0.0),)
+                for i in tl.static_range(STEPS):
+                    # Adding a zero would lose a minus zero.
+                    total = tl.where(rank + i < R, total + wide(some[i]), total)
+            if DIVIDE:
+                total = divided(total, divisor)
+            else:
+                total *= divisor
+        if spoilt is not None:
+            total = tl.where(spoilt, float("nan"), total)
+        tl.store(rows + column + j, total.to(rows.dtype.element_ty), mask=inside)
+
+
+@jit
+def as_it_is(x, dtype: tl.constexpr):
+    """Elements of a message in the dtype of rows; finite ones stay finite."""
+    if x.dtype != dtype:
+        x = widen(x)
+        if dtype == tl.float16:
+            b = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            near = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+            x = tl.where(b < 0x7F800000, near, x)
+    return x
 
 
 @jit
@@ -159,44 +194,44 @@ def divided(x, divisor):
         return tl.div_rn(x, tl.zeros_like(x) + divisor)
 
 
-@jit(do_not_specialize=["wrong", "table", "pieces", "columns"])
-def get_dense_kernel(
-    elements, out, wrong, table, pieces, columns, elements_stride, out_stride,
-    UNIT: tl.constexpr, OF_WORDS: tl.constexpr, TILE: tl.constexpr,
+@jit(do_not_specialize=["stamp", "table", "pieces", "tiles", "messages"])
+def put_dense_kernel(
+    rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride, elements_stride,
+    stamps_stride,
+    UNIT: tl.constexpr, OF_WORDS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    STAMPS: tl.constexpr,
 ):  # fmt: skip
-    p, k = tl.program_id(2), tl.program_id(1).to(tl.int64)
-    out += k * out_stride
+    put_part(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), rows, elements, stamps, stamp, table,
+        pieces, tiles, messages, rows_stride, elements_stride, stamps_stride, UNIT, OF_WORDS, HALF,
+        TILE, STAMPS,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["stamp", "wrong", "table", "pieces", "tiles", "R", "columns", "divisor"])
+def sum_dense_kernel(
+    R, divisor, rows, elements, stamps, stamp, wrong, table, pieces, tiles, columns,
+    rows_stride, elements_stride, elements_next, stamps_next,
+    DIVIDE: tl.constexpr, UNIT: tl.constexpr, OF_WORDS: tl.constexpr, ONE: tl.constexpr,
+    TILE: tl.constexpr, STEPS: tl.constexpr, STAMPS: tl.constexpr,
+):  # fmt: skip
+    spoilt = None
     if wrong is not None:
-        is_wrong = tl.load(wrong) != 0
-        if is_wrong & (p == pieces):
-            spoil(out, columns, TILE)
-    if p < pieces:
-        column, n, first = row_of_table(table, p, UNIT, OF_WORDS)
-        j = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        x = tl.load(elements + (k * elements_stride + first) + j, mask=j < n, other=0.0)
-        if x.dtype != out.dtype.element_ty:
-            x = widen(x)
-            if out.dtype.element_ty == tl.float16:
-                b = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                near = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-                x = tl.where(b < 0x7F800000, near, x)
-            x = x.to(out.dtype.element_ty)
-        if wrong is not None:
-            x = tl.where(is_wrong, float("nan"), x).to(out.dtype.element_ty)
-        tl.store(out + column + j, x, mask=j < n)
+        spoilt = is_spoilt(stamps, stamp, wrong, R, stamps_next, STAMPS)
+    sum_part(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), spoilt, rows, elements, stamp, wrong,
+        table, pieces, tiles, columns, R, divisor, rows_stride, elements_stride, elements_next,
+        UNIT, OF_WORDS, ONE, DIVIDE, TILE, STEPS,
+    )  # fmt: skip
 
 
 @on_device_of("message")
 def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
     """See :meth:`tagc.ops.dense.DenseOps.put_dense`."""
-    elements, unit = message.view(layout.wire), _unit(layout)
-    half = any(piece.numel * layout.wire.itemsize % 4 for piece in layout.pieces)
-    put_dense_kernel[_grid(layout, len(message), stamp is not None)](
-        x, elements, message[:, layout.tail :], stamp, _table(layout, unit, message.device),
-        len(layout.pieces), len(message), x.stride(0), elements.stride(0), message.stride(0),
-        UNIT=unit, OF_WORDS=16 // layout.wire.itemsize, HALF=half, TILE=_TILE, STAMPS=_STAMPS,
-        num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    programs, arguments = put_arguments(x, message, stamp, layout, _WARPS)
+    put_dense_kernel[(programs, len(message))](
+        **arguments, num_warps=_WARPS, enable_fp_fusion=False
+    )
 
 
 @on_device_of("message")
@@ -210,37 +245,59 @@ def sum_dense(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
-    elements, unit = message.view(layout.wire), _unit(layout)
+    programs, arguments = sum_arguments(message, out, stamp, wrong, layout, divisor, _WARPS)
     divide = divisor & (divisor - 1) != 0
-    sum_dense_kernel[_grid(layout, len(message), stamp is not None)](
-        elements, message[..., layout.tail :], out, stamp, _bytes_of(wrong),
-        _table(layout, unit, message.device), len(layout.pieces), message.shape[1], out.shape[1],
-        float(divisor) if divide else 1.0 / divisor, elements.stride(0), elements.stride(1),
-        message.stride(1), out.stride(0),
-        UNIT=unit, OF_WORDS=16 // layout.wire.itemsize, DIVIDE=divide, TILE=_TILE, STEPS=_STEPS,
-        STAMPS=_STAMPS, num_warps=_WARPS, enable_fp_fusion=False,
+    sum_dense_kernel[(programs, len(message))](
+        message.shape[1], float(divisor) if divide else 1.0 / divisor, **arguments, DIVIDE=divide,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-@on_device_of("message")
-def get_dense(message: Tensor, out: Tensor, wrong: Tensor | None, *, layout: DenseLayout) -> None:
-    """See :meth:`tagc.ops.dense.DenseOps.get_dense`."""
-    elements, unit = message.view(layout.wire), _unit(layout)
-    get_dense_kernel[_grid(layout, len(message), wrong is not None)](
-        elements, out, _bytes_of(wrong), _table(layout, unit, message.device), len(layout.pieces),
-        out.shape[1], elements.stride(0), out.stride(0),
-        UNIT=unit, OF_WORDS=16 // layout.wire.itemsize, TILE=_TILE, num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+def put_arguments(
+    x: Tensor, message: Tensor, stamp: Tensor | None, layout: DenseLayout, warps: int
+) -> tuple[int, dict[str, Any]]:
+    """Programs for each row, and arguments of kernels that call :func:`put_part`."""
+    elements = message.view(layout.wire)
+    programs, arguments = _arguments(layout, message.device, warps, stamp is not None)
+    half = any(piece.numel * layout.wire.itemsize % 4 for piece in layout.pieces)
+    return programs, arguments | {
+        "rows": x, "elements": elements, "stamps": message[:, layout.tail :], "stamp": stamp,
+        "messages": len(message), "rows_stride": x.stride(0),
+        "elements_stride": elements.stride(0), "stamps_stride": message.stride(0), "HALF": half,
+        "STAMPS": _STAMPS,
+    }  # fmt: skip
 
 
-def _bytes_of(flag: Tensor | None) -> Tensor | None:
-    return None if flag is None else flag.view(torch.int8)
+def sum_arguments(
+    message: Tensor,
+    rows: Tensor,
+    stamp: Tensor | None,
+    wrong: Tensor | None,
+    layout: DenseLayout,
+    divisor: int,
+    warps: int,
+) -> tuple[int, dict[str, Any]]:
+    """Programs for each row, and arguments of kernels that call :func:`sum_part`."""
+    elements = message.view(layout.wire)
+    programs, arguments = _arguments(layout, message.device, warps, wrong is not None)
+    return programs, arguments | {
+        "rows": rows, "elements": elements, "stamps": message[..., layout.tail :], "stamp": stamp,
+        "wrong": None if wrong is None else wrong.view(torch.int8), "columns": rows.shape[1],
+        "rows_stride": rows.stride(0), "elements_stride": elements.stride(0),
+        "elements_next": elements.stride(1), "stamps_next": message.stride(1),
+        "ONE": message.shape[1] == 1 and divisor == 1, "STEPS": _STEPS, "STAMPS": _STAMPS,
+    }  # fmt: skip
 
 
-def _grid(layout: DenseLayout, rows: int, more: bool) -> tuple[int, int, int]:
-    longest = max((piece.numel for piece in layout.pieces), default=1)
-    return max(1, cdiv(longest, _TILE)), rows, len(layout.pieces) + more
+def _arguments(
+    layout: DenseLayout, device: torch.device, warps: int, more: bool
+) -> tuple[int, dict[str, Any]]:
+    tile, unit, pieces = _EACH * warps, _unit(layout), len(layout.pieces)
+    tiles = cdiv(max((piece.numel for piece in layout.pieces), default=1), tile)
+    return tiles * (pieces + more), {
+        "table": _table(layout, unit, device), "pieces": pieces, "tiles": tiles, "UNIT": unit,
+        "OF_WORDS": 16 // layout.wire.itemsize, "TILE": tile,
+    }  # fmt: skip
 
 
 def _unit(layout: DenseLayout) -> int:

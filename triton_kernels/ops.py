@@ -11,8 +11,8 @@ Messages, residuals and outputs have the same bits as those of the reference on 
 
 from collections.abc import Callable
 
-from .dense import get_dense, put_dense, sum_dense
-from .dequantize import dequantize
+from .dense import put_dense, sum_dense
+from .dequantize import dequantize, dequantize_and_sum
 from .exact_decode import decode_exact
 from .exact_encode import encode_exact
 from .exact_measure import measure_exact
@@ -31,7 +31,7 @@ from .prepare import (
     prepare_matrix,
     prepare_thresholds,
 )
-from .quantize import quantize
+from .quantize import quantize, quantize_and_put
 from .recorded import Recorded
 from .scratch import release
 from .sketch import decode, encode, insert, peel, select
@@ -42,11 +42,11 @@ __all__ = [
     "decode",
     "decode_exact",
     "dequantize",
+    "dequantize_and_sum",
     "dequantize_matrix",
     "encode",
     "encode_exact",
     "fingerprint",
-    "get_dense",
     "insert",
     "measure_exact",
     "pack_exponents",
@@ -60,6 +60,7 @@ __all__ = [
     "prepare_thresholds",
     "put_dense",
     "quantize",
+    "quantize_and_put",
     "quantize_matrix",
     "recorded",
     "release",

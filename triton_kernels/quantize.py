@@ -12,16 +12,22 @@ codes (7, -2, 5, 0, ...) and leaves (0, 1, 1, 2, ...); with average 0.75 and the
 Scales are stored one by one, as int16, because a word of two scales may belong to two programs. If
 the number of blocks is odd, the first block past the last one writes the padding. Every other
 access is 16 bytes wide if rows are 16-byte aligned and 16 divides ``numel``.
+
+After a row's blocks come programs for its uncompressed pieces, if there are any; see :mod:`.dense`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import DenseLayout
 
 from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
+from .dense import put_arguments, put_part
 from .device import on_device_of
 from .jit import jit, tl
 from .scalar import fmix32, widen
@@ -30,7 +36,9 @@ from .sizes import cdiv
 # Elements of a thread: some neighbours in each of the lanes that share its words.
 _EACH = 32
 # Arguments whose alignment makes no difference.
-_PLAIN = ["seeds", "blocks", "scales", "scales_stride"]
+_PLAIN = [
+    "seeds", "blocks", "scales", "scales_stride", "stamp", "table", "pieces", "tiles", "messages",
+]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
@@ -38,10 +46,22 @@ def quantize_kernel(
     grad, residual, scales, codes, seeds, n, blocks, kept, fresh,
     grad_stride, residual_stride, scales_stride, codes_stride,
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AVERAGE: tl.constexpr,
+    rows=None, elements=None, stamps=None, stamp=None, table=None, pieces=None, tiles=None,
+    messages=None, rows_stride=None, elements_stride=None, stamps_stride=None,
+    UNIT: tl.constexpr = 1, OF_WORDS: tl.constexpr = 1, HALF: tl.constexpr = False,
+    TILE: tl.constexpr = 1, STAMPS: tl.constexpr = 1,
 ):  # fmt: skip
     LANES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = BLOCK // LANES
     r = tl.program_id(1).to(tl.int64)
+    if rows is not None:
+        part = tl.program_id(0) - tl.cdiv(blocks + blocks % 2, BLOCKS)
+        if part >= 0:
+            put_part(
+                part, r, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+                elements_stride, stamps_stride, UNIT, OF_WORDS, HALF, TILE, STAMPS,
+            )  # fmt: skip
+            return
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first * BLOCK
     b = tl.arange(0, BLOCKS)
@@ -92,14 +112,47 @@ def quantize(
     dither: Tensor | None = None,
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
-    if layout.blocks == 0:
-        return
+    if layout.blocks:
+        _launch(grad, residual, message, dither, layout, average)
+
+
+@on_device_of("grad")
+def quantize_and_put(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    dither: Tensor | None,
+    x: Tensor,
+    whole: Tensor,
+    stamp: Tensor | None,
+    *,
+    layout: BlockLayout,
+    average: float,
+    dense: DenseLayout,
+) -> None:
+    """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    _, warps = blocks_and_warps(layout.block, _EACH)
+    programs, pieces = put_arguments(x, whole, stamp, dense, warps)
+    _launch(grad, residual, message, dither, layout, average, programs, **pieces)
+
+
+def _launch(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    dither: Tensor | None,
+    layout: BlockLayout,
+    average: float,
+    more: int = 0,
+    **pieces: Any,
+) -> None:
+    """Launch blocks, and ``more`` programs for the pieces of each row."""
     blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
-    quantize_kernel[(cdiv(2 * layout.scale_words, blocks), grad.shape[0])](
+    quantize_kernel[(cdiv(2 * layout.scale_words, blocks) + more, grad.shape[0])](
         grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,
         grad.stride(0), 0 if residual is None else residual.stride(0), scales.stride(0),
         codes.stride(0),
-        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, AVERAGE=average != 0,
+        BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, AVERAGE=average != 0, **pieces,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

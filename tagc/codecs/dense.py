@@ -11,7 +11,7 @@ import torch
 from tagc.codecs.config import CodecConfig, Special
 from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.dense import DenseLayout, Piece
-from tagc.ops.launches import Get, Put, Sum
+from tagc.ops.launches import Put, Sum
 from tagc.ops.program import Launch, Place
 
 
@@ -80,10 +80,11 @@ class DensePlan(CodecPlan):
         yield Launch(Put(self._layout), (x, message, None), self.name)
 
     def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
-        yield Launch(Get(self._layout), (messages, rows, None), self.name)
+        yield Launch(Sum(layout=self._layout), (messages, rows, None, None), self.name)
 
     def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
-        yield Launch(Sum(self._layout, divisor), (messages, rows, None, None), self.name)
+        total = Sum(layout=self._layout, divisor=divisor)
+        yield Launch(total, (messages, rows, None, None), self.name)
 
     @property
     def _layout(self) -> DenseLayout:

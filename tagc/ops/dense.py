@@ -7,6 +7,7 @@ launch writes or compares stamps; see :mod:`tagc.collect.lockstep`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -86,26 +87,16 @@ class DenseOps(Protocol):
         divisor: int,
     ) -> None:
         """Sum pieces in the order of the ranks, in float32 (float64 if they are float64), divided
-        by ``divisor`` and rounded to the dtype of ``out``.
+        by ``divisor`` and rounded to the dtype of ``out``. A single message that is not divided is
+        only rounded, and then its finite elements stay finite in float16: bfloat16 rounds the
+        largest numbers up, beyond its range.
 
         Args:
             message: ``[K, R, words]`` int32.
-            out: ``[K, columns]``, written; all columns become NaN if any stamp differs.
+            out: ``[K, columns]``, written. All columns become NaN if any stamp differs or, without
+                ``stamp``, if ``wrong`` is true.
             stamp: ``[2]`` int32, what all messages' stamps should be; only with one row ``K``.
             wrong: boolean ``[1]``, given with ``stamp``: becomes true if any stamp differs.
-        """
-        ...
-
-    def get_dense(
-        self, message: Tensor, out: Tensor, wrong: Tensor | None, *, layout: DenseLayout
-    ) -> None:
-        """Read pieces. Finite elements stay finite in float16: bfloat16 rounds the largest numbers
-        up, beyond its range.
-
-        Args:
-            message: ``[K, words]`` int32.
-            out: ``[K, columns]``, written.
-            wrong: boolean ``[1]``: if true, all columns become NaN.
         """
         ...
 
@@ -134,34 +125,46 @@ def sum_dense(
     layout: DenseLayout,
     divisor: int,
 ) -> None:
-    wide = torch.float64 if layout.wire == torch.float64 else torch.float32
     for piece in layout.pieces:
-        first, *others = layout.elements(message, piece).unbind(1)
-        total = first.to(wide, copy=True)
-        for some in others:
-            total += some
         columns = out[:, piece.column : piece.column + piece.numel]
-        # By a tensor: by a number, a GPU multiplies by the inverse, which rounds twice.
-        torch.div(total, torch.full_like(total[:1, :1], divisor), out=columns)
-    if stamp is not None and wrong is not None:
-        differ = (layout.stamps(message) != stamp).any()
-        wrong.logical_or_(differ)
-        _spoil(out, differ)
+        parts = layout.elements(message, piece).unbind(1)
+        if len(parts) == 1 and divisor == 1:
+            columns.copy_(_finite_in(out.dtype, parts[0]))
+        else:
+            _average(parts, columns, divisor)
+    spoil(is_spoilt(message, stamp, wrong, layout), out)
 
 
-def get_dense(message: Tensor, out: Tensor, wrong: Tensor | None, *, layout: DenseLayout) -> None:
-    for piece in layout.pieces:
-        elements = layout.elements(message, piece)
-        if out.dtype == torch.float16 and layout.wire != torch.float16:
-            end = torch.finfo(out.dtype).max
-            wide = elements.float()
-            elements = torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
-        out[:, piece.column : piece.column + piece.numel] = elements
-    if wrong is not None:
-        _spoil(out, wrong)
+def is_spoilt(
+    message: Tensor, stamp: Tensor | None, wrong: Tensor | None, layout: DenseLayout
+) -> Tensor | None:
+    """Whether rows become NaN, see :meth:`DenseOps.sum_dense`. Sets the flag if stamps differ."""
+    if stamp is None:
+        return wrong
+    assert wrong is not None
+    differ = (layout.stamps(message) != stamp).any()
+    wrong.logical_or_(differ)
+    return differ
 
 
-def _spoil(out: Tensor, wrong: Tensor) -> None:
+def spoil(spoilt: Tensor | None, out: Tensor) -> None:
+    """NaN everywhere if ``spoilt`` is true."""
     # A host can look first; a GPU would be waited for.
-    if wrong.device.type != "cpu" or wrong:
-        out.masked_fill_(wrong, torch.nan)
+    if spoilt is not None and (spoilt.device.type != "cpu" or spoilt):
+        out.masked_fill_(spoilt, torch.nan)
+
+
+def _finite_in(dtype: torch.dtype, elements: Tensor) -> Tensor:
+    if dtype != torch.float16 or elements.dtype == torch.float16:
+        return elements
+    end, wide = torch.finfo(dtype).max, elements.float()
+    return torch.where(wide.isfinite(), wide.clamp(-end, end), wide)
+
+
+def _average(parts: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+    first, *others = parts
+    total = first.to(torch.float64 if first.dtype == torch.float64 else torch.float32, copy=True)
+    for some in others:
+        total += some
+    # By a tensor: by a number, a GPU multiplies by the inverse, which rounds twice.
+    torch.div(total, torch.full_like(total[:1, :1], divisor), out=out)

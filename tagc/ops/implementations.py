@@ -21,6 +21,7 @@ from tagc.ops.exponents import ExponentOps
 from tagc.ops.fingerprint import FingerprintOps
 from tagc.ops.lag import LagOps
 from tagc.ops.matrix import MatrixOps
+from tagc.ops.merged import MergedOps
 from tagc.ops.sketch import SketchOps
 from tagc.ops.thresholds import ThresholdOps
 
@@ -43,6 +44,7 @@ class Ops(
     ThresholdOps,
     FingerprintOps,
     DenseOps,
+    MergedOps,
     Protocol,
 ):
     """All operators of an implementation."""

@@ -44,6 +44,18 @@ class Quantize(Operator):
         ops.prepare_blocks(self.layout, x, residual, self.average, dithered=self.dithered)
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuantizeAndPut(Quantize):
+    """``(x, residual or None, message, seeds or None)`` as of :class:`Quantize`, and the tensors of
+    :class:`Put`. See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+
+    dense: DenseLayout
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        options = {"layout": self.layout, "average": self.average, "dense": self.dense}
+        return partial(ops.quantize_and_put, **options)
+
+
 @dataclass(frozen=True)
 class QuantizeMatrix(Operator):
     """``(x, residual or None, message)``. See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
@@ -63,32 +75,38 @@ class QuantizeMatrix(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decodes(Operator):
-    """``(messages, rows [n, columns])``: decodes each of ``messages`` ``[n, words]`` to its own
-    row; or with a ``divisor`` sums: of ``messages`` ``[W, words]`` to one row, or of ``[W, n,
-    words]`` to ``n`` rows.
+class _Reads(Operator):
+    """``(messages, rows [n, columns])``: reads each of ``messages`` ``[n, words]`` to its own row;
+    or with a ``divisor`` sums: of ``messages`` ``[W, words]`` to one row, or of ``[W, n, words]``
+    to ``n`` rows.
 
     Attributes:
         divisor: divides sums; None for no sums.
-        add: whether decoded values are added to the rows.
     """
 
     launches: ClassVar[bool] = True
 
     divisor: int | None = None
-    add: bool = False
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        if argument:
-            return tensor
+        return tensor if argument else self._of_rows(tensor)
+
+    def _of_rows(self, messages: Tensor) -> Tensor:
+        """Messages as ``[n, W, words]``."""
         if self.divisor is None:
-            return tensor[:, None]  # each row is the sum of one message
-        return _summed(tensor)
+            return messages[:, None]  # each row is the sum of one message
+        return messages[None] if messages.dim() == 2 else messages.transpose(0, 1)
 
 
-def _summed(messages: Tensor) -> Tensor:
-    """Messages as ``[n, W, words]``."""
-    return messages[None] if messages.dim() == 2 else messages.transpose(0, 1)
+@dataclass(frozen=True, kw_only=True)
+class _Decodes(_Reads):
+    """See :class:`_Reads`.
+
+    Attributes:
+        add: whether decoded values are added to the rows.
+    """
+
+    add: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +116,30 @@ class Dequantize(_Decodes):
     layout: BlockLayout
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"divisor": self.divisor or 1, "add": self.add}
-        return partial(ops.dequantize, layout=self.layout, **options)
+        return partial(ops.dequantize, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"layout": self.layout, "divisor": self.divisor or 1, "add": self.add}
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
-        _, rows = places
+        rows = places[1]
         assert rows is not None
         ops.prepare_blocks(self.layout, rows.dtype, None, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DequantizeAndSum(Dequantize):
+    """``(messages, rows)`` as of :class:`Dequantize`, and the tensors of :class:`Sum`. See
+    :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+
+    dense: DenseLayout
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.dequantize_and_sum, **self._options, dense=self.dense)
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return self._of_rows(tensor) if argument in (0, 2) else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,72 +209,84 @@ class ScalesAbove(Operator):
 
 
 @dataclass(frozen=True)
-class _Dense(Operator):
-    """Uncompressed pieces of messages. See :mod:`tagc.ops.dense`."""
+class Put(Operator):
+    """``(x [D, columns], message [D, words], stamp or None)``: uncompressed pieces. See
+    :meth:`tagc.ops.dense.DenseOps.put_dense`."""
 
     launches: ClassVar[bool] = True
 
     layout: DenseLayout
 
-
-@dataclass(frozen=True)
-class Put(_Dense):
-    """``(x [D, columns], message [D, words], stamp or None)``. See
-    :meth:`tagc.ops.dense.DenseOps.put_dense`."""
-
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.put_dense, layout=self.layout)
 
 
-@dataclass(frozen=True)
-class Sum(_Dense):
-    """``(messages [W, words] or [W, n, words], rows [n, columns], stamp or None, flag or None)``.
-    See :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
+@dataclass(frozen=True, kw_only=True)
+class Sum(_Reads):
+    """``(messages, rows, stamp or None, flag or None)``: uncompressed pieces. See :class:`_Reads`
+    and :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
 
-    divisor: int
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.sum_dense, layout=self.layout, divisor=self.divisor)
-
-    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return _summed(tensor) if argument == 0 else tensor
-
-
-@dataclass(frozen=True)
-class Get(_Dense):
-    """``(messages [n, words], rows [n, columns], flag or None)``. See
-    :meth:`tagc.ops.dense.DenseOps.get_dense`."""
+    layout: DenseLayout
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.get_dense, layout=self.layout)
+        return partial(ops.sum_dense, layout=self.layout, divisor=self.divisor or 1)
 
 
 def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
-    """The steps, with one :class:`Put`, :class:`Sum` or :class:`Get` in the place of the last of
-    several that are about these ``rows`` and the same messages, in the same dtype."""
-    listed: list[Step] = []
+    """The steps, and last one :class:`Put` or :class:`Sum` for all that are about these ``rows``
+    and the same messages, in the same dtype. It is merged with a launch of blocks before it."""
+    others: list[Step] = []
     found: dict[Any, Launch] = {}
     for step in steps:
-        if isinstance(step, Launch) and isinstance(step.operator, _Dense):
-            operator, (first, second, *flags) = step.operator, step.places
-            assert first is not None
-            assert second is not None
-            x, message = (first, second) if isinstance(operator, Put) else (second, first)
-            if x.whole_rows == rows.whole_rows:
-                places = first.whole_rows, second.whole_rows
-                layout = operator.layout.moved(x.first_column, message.first_column)
-                key = replace(operator, layout=DenseLayout(layout.wire, ())), places
-                before = found.get(key)
-                if before is not None:
-                    listed.remove(before)
-                    assert isinstance(before.operator, _Dense)
-                    layout = before.operator.layout.joined(layout)
-                columns = (f"{p.column}:{p.column + p.numel}" for p in layout.pieces)
-                of = " ".join((step.of.partition(" ")[0], ", ".join(columns)))
-                step = Launch(replace(operator, layout=layout), (*places, *flags), of)
-                found[key] = step
-        listed.append(step)
-    return listed
+        if not isinstance(step, Launch) or not isinstance(step.operator, Put | Sum):
+            others.append(step)
+            continue
+        operator, (first, second, *flags) = step.operator, step.places
+        assert first is not None
+        assert second is not None
+        x, message = (first, second) if isinstance(operator, Put) else (second, first)
+        if x.whole_rows != rows.whole_rows:
+            others.append(step)
+            continue
+        places = first.whole_rows, second.whole_rows
+        layout = operator.layout.moved(x.first_column, message.first_column)
+        key = replace(operator, layout=DenseLayout(layout.wire, ())), places
+        before = found.pop(key, None)
+        if before is not None:
+            assert isinstance(before.operator, Put | Sum)
+            layout = before.operator.layout.joined(layout)
+        columns = (f"{p.column}:{p.column + p.numel}" for p in layout.pieces)
+        of = " ".join((step.of.partition(" ")[0], ", ".join(columns)))
+        found[key] = Launch(replace(operator, layout=layout), (*places, *flags), of)
+    for launch in found.values():
+        merged = _merged(others[-1], launch) if others else None
+        if merged is None:
+            others.append(launch)
+        else:
+            others[-1] = merged
+    return others
+
+
+def _merged(step: Step, dense: Launch) -> Launch | None:
+    """One launch instead of both; None if they are not about blocks and pieces of the same rows."""
+    if not isinstance(step, Launch):
+        return None
+    operator, pieces, of = step.operator, dense.operator, f"{step.of}, {dense.of}"
+    if type(operator) is Quantize and isinstance(pieces, Put):
+        x, residual, message, *seeds = step.places
+        if message is None or message.whole_rows != dense.places[1]:
+            return None
+        options = {"dithered": operator.dithered, "dense": pieces.layout}
+        both = QuantizeAndPut(operator.layout, operator.average, **options)
+        return Launch(both, (x, residual, message, *(seeds or [None]), *dense.places), of)
+    if type(operator) is Dequantize and isinstance(pieces, Sum):
+        whole = tuple(place and place.whole_rows for place in step.places)
+        if whole != dense.places[:2] or operator.divisor != pieces.divisor:
+            return None
+        options = {"divisor": operator.divisor, "add": operator.add, "dense": pieces.layout}
+        both = DequantizeAndSum(layout=operator.layout, **options)
+        return Launch(both, (*step.places, *dense.places), of)
+    return None
 
 
 @dataclass(frozen=True)

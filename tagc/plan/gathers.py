@@ -24,10 +24,10 @@ from tagc.ops.launches import (
     Copy,
     EncodeExact,
     Fingerprint,
-    Get,
     MeasureExact,
     Spoil,
     Subtract,
+    Sum,
     together,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
@@ -302,7 +302,8 @@ class Gathers:
         ]
         if check:
             nothing = DenseLayout(rows.dtype, ())
-            launches.append(Launch(Get(nothing), (received, rows, self.changed)))
+            places = (received, rows, None, self.changed)
+            launches.append(Launch(Sum(layout=nothing), places))
         return together(rows, launches)
 
     def _gather(self, out: Place, inp: Place) -> Iterator[Step]:

@@ -396,7 +396,8 @@ class Reductions:
         ]
         if stamped:
             flags = (self.stamp, self.mistaken)
-            decode.append(Launch(Sum(tail, divisor), (received, out, *flags)))
+            total = Sum(layout=tail, divisor=divisor)
+            decode.append(Launch(total, (received, out, *flags)))
         decode = together(out, decode)
         if sketches is not None:
             decode += sketches.count()

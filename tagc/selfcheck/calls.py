@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ OPERATORS = (
     "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
     "measure_exact", "encode_exact", "decode_exact", "pack_exponents", "unpack_exponents",
     "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
-    "put_dense", "sum_dense", "get_dense",
+    "put_dense", "sum_dense", "quantize_and_put", "dequantize_and_sum",
 )  # fmt: skip
 # Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8
@@ -148,8 +148,11 @@ def every_call() -> Iterator[Call]:
                 (Piece(1, 4097, 0), Piece(5001, 3, 4100)),
             ):
                 layout = DenseLayout(wire, pieces, tail=4104)
-                yield from dense_calls(layout, dtype, next(divisors), stamped=True)
-                yield from dense_calls(layout, dtype, next(divisors), stamped=False)
+                for stamped in (True, False):
+                    yield from dense_calls(layout, dtype, next(divisors), stamped=stamped)
+                    chosen = (dtype, next(dtypes)[1]), next(averages), next(divisors)
+                    blocks = BlockLayout(numel=1000, bits=8 if stamped else 4)
+                    yield from merged_calls(blocks, layout, *chosen, stamped=stamped)
     for shape in ((1, 1), (2, 8)):
         yield steer_call(*shape)
     # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
@@ -238,13 +241,49 @@ def dense_calls(
     flags: dict[str, Any] = {
         "stamp": _I32 if stamped else None, "wrong": torch.bool if stamped else None
     }  # fmt: skip
-    of_layout = (("layout", layout),)
-    tensors = (("x", dtype), ("message", _I32), ("stamp", flags["stamp"]))
-    yield Call("put_dense", (ranks,), tensors, of_layout)
-    tensors = (("message", _I32), ("out", dtype), *flags.items())
-    yield Call("sum_dense", (1, ranks), tensors, (*of_layout, ("divisor", divisor)))
-    tensors = (("message", _I32), ("out", dtype), ("wrong", flags["wrong"]))
-    yield Call("get_dense", (ranks,), tensors, of_layout)
+    given = {"x": dtype, "message": _I32, "stamp": flags["stamp"]}
+    yield _call("put_dense", ranks, **given, layout=layout)
+    given = {"message": _I32, "out": dtype}
+    wrong = {"stamp": None, "wrong": flags["wrong"]}
+    yield _call("sum_dense", ranks, 1, **given, **wrong, layout=layout, divisor=1)
+    yield _call("sum_dense", 1, ranks, **given, **flags, layout=layout, divisor=divisor)
+
+
+def merged_calls(
+    layout: BlockLayout,
+    dense: DenseLayout,
+    dtypes: Dtypes,
+    average: float,
+    divisor: int,
+    *,
+    stamped: bool,
+    ranks: int = 8,
+) -> Iterator[Call]:
+    """The calls for blocks and uncompressed elements of the same messages."""
+    put, read, total = dense_calls(dense, dtypes[0], divisor, stamped=stamped, ranks=ranks)
+    quantize, dequantize = block_calls(layout, dtypes, average, divisor, ranks)
+    if dtypes[1] is None:
+        quantize = dithered_call(layout, dtypes[0])
+    yield _merged("quantize_and_put", quantize, put)
+    yield _merged("dequantize_and_sum", dequantize, read)
+    yield _merged("dequantize_and_sum", dequantize, total)
+
+
+# What a merged operator calls the arguments of its second part.
+_RENAMED = {"message": "whole", "out": "rows", "layout": "dense"}
+T = TypeVar("T")
+
+
+def renamed(given: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Arguments of the second part of a merged operator, by their names there."""
+    return {_RENAMED.get(name, name): x for name, x in given}
+
+
+def _merged(operator: str, blocks: Call, pieces: Call) -> Call:
+    """One call of two. It has the pieces' rows and divisor."""
+    dtypes = (*blocks.dtypes, *renamed(pieces.dtypes).items())
+    options = dict(blocks.options) | renamed(pieces.options)
+    return Call(operator, pieces.rows, dtypes, tuple(options.items()))
 
 
 def encoder_calls(

@@ -17,7 +17,7 @@ from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
-from tagc.selfcheck.calls import Call
+from tagc.selfcheck.calls import Call, renamed
 from tagc.selfcheck.inputs import (
     GARBAGE,
     USUAL,
@@ -334,11 +334,11 @@ def _sum_dense(m: Maker) -> Case:
     K, R = min(m.call.rows[0], 2), m.call.rows[1]
     stamp = None if m.call.given("stamp") is None else _stamp()
     message = _dense_messages(m, K * R, layout, columns, words, stamp)
-    wrong = None
-    if stamp is not None:
-        wrong = torch.zeros(1, dtype=torch.bool, device="cpu")
-        if m.inputs.kind == "ties":
-            message[-1, layout.tail + m.inputs.seed % STAMP_WORDS] += 1
+    wrong, spoils = None, m.inputs.kind == "ties"
+    if m.call.given("wrong") is not None:
+        wrong = torch.tensor([stamp is None and spoils], dtype=torch.bool, device="cpu")
+    if stamp is not None and spoils:
+        message[-1, layout.tail + m.inputs.seed % STAMP_WORDS] += 1
     tensors: dict[str, Tensor | None] = {
         "message": message.view(K, R, words),
         "out": m.values(K, columns, dtype=m.call.dtype("out")),
@@ -348,18 +348,24 @@ def _sum_dense(m: Maker) -> Case:
     return m.case(tensors, ["out", "wrong"], layout=layout)
 
 
-def _get_dense(m: Maker) -> Case:
-    layout, columns, words = m.dense()
-    K = m.inputs.destinations
-    wrong = None
-    if m.call.given("wrong") is not None:
-        wrong = torch.tensor([m.inputs.kind == "ties"], dtype=torch.bool, device="cpu")
-    tensors: dict[str, Tensor | None] = {
-        "message": _dense_messages(m, K, layout, columns, words, None),
-        "out": m.values(K, columns, dtype=m.call.dtype("out")),
-        "wrong": wrong,
-    }
-    return m.case(tensors, ["out"], layout=layout)
+def _quantize_and_put(m: Maker) -> Case:
+    return _merged(m, "quantize", "put_dense")
+
+
+def _dequantize_and_sum(m: Maker) -> Case:
+    return _merged(m, "dequantize", "sum_dense")
+
+
+def _merged(m: Maker, blocks: str, pieces: str) -> Case:
+    """The tensors of two operators' cases. The second one's messages and rows contain the first
+    one's in training; here they are beside them."""
+    first = _MAKERS[blocks](m.part(blocks, m.call.option("layout")))
+    second = _MAKERS[pieces](m.part(pieces, m.call.option("dense")))
+    written = *first.written, *renamed((name, None) for name in second.written)
+    layouts = {"layout": first.call.option("layout"), "dense": second.call.option("layout")}
+    given = {name: None for name, _ in m.call.dtypes} | first.tensors
+    given |= renamed(second.tensors.items())
+    return m.case(given, written, **layouts)
 
 
 def _dense_messages(
@@ -414,7 +420,8 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "fingerprint": _fingerprint,
     "put_dense": _put_dense,
     "sum_dense": _sum_dense,
-    "get_dense": _get_dense,
+    "quantize_and_put": _quantize_and_put,
+    "dequantize_and_sum": _dequantize_and_sum,
     "encode": _encode,
     "select": _select,
     "decode": _decode,

@@ -90,6 +90,12 @@ class Maker:
         self.call, self.inputs, self._generator = call, inputs, generator
         self.reference = get_ops("cpu", "reference")
 
+    def part(self, operator: str, layout: object) -> Maker:
+        """Makes the tensors of an operator that is a part of the call's."""
+        options = tuple((dict(self.call.options) | {"layout": layout}).items())
+        call = replace(self.call, operator=operator, options=options)
+        return Maker(call, self.inputs, self._generator)
+
     def blocks(self) -> BlockLayout:
         """The layout of the call, made small if the inputs say so."""
         layout = self.call.option("layout")
@@ -101,13 +107,15 @@ class Maker:
         return small_sketch(layout, capacity) if self.inputs.small else (layout, capacity)
 
     def dense(self) -> tuple[DenseLayout, int, int]:
-        """See :meth:`blocks`; with a few columns and words more than it needs."""
+        """See :meth:`blocks`; with a few columns and words more than it needs, so that all rows are
+        aligned if the first one is."""
         layout = self.call.option("layout")
         layout = small_dense(layout) if self.inputs.small else layout
         ends = [(p.column + p.numel, p.word + p.numel * layout.wire.itemsize // 4 + 1)
                 for p in layout.pieces]  # fmt: skip
         columns, words = (max(n, default=0) for n in zip(*ends, strict=True)) if ends else (0, 0)
-        return layout, columns + 5, max(words, layout.tail + STAMP_WORDS) + 4
+        words = max(words, layout.tail + STAMP_WORDS)
+        return layout, columns + 16 - columns % 16, words + 16 - words % 16
 
     def case(
         self, tensors: dict[str, Tensor | None], written: Iterable[str], **options: object

@@ -56,13 +56,10 @@ def test_kernels_are_compiled_and_checked_before_the_first_step():
     with emulated() as done:
         said = make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
     assert said is not None
-    assert said.startswith("kernels: 8 kinds of calls give the reference's bits")
+    assert said.startswith("kernels: 4 kinds of calls give the reference's bits")
     # Of gradients and of parameters, wherever tensors lie.
-    both, one = 2 * len(PLACEMENTS), len(PLACEMENTS)
-    assert done.launches == {
-        "quantize_kernel": both, "dequantize_kernel": both, "put_dense_kernel": both,
-        "sum_dense_kernel": one, "get_dense_kernel": one,
-    }  # fmt: skip
+    each = 2 * len(PLACEMENTS)
+    assert done.launches == {"quantize_kernel": each, "dequantize_kernel": each}
 
 
 def test_a_wrong_kernel_is_refused():
@@ -71,6 +68,6 @@ def test_a_wrong_kernel_is_refused():
 
     with (
         emulated(change=wrong),
-        pytest.raises(KernelError, match=r"quantize\(.*: aligned: \d+ of \d+ elements of"),
+        pytest.raises(KernelError, match=r"quantize_and_put\(.*: aligned: \d+ of \d+ elements of"),
     ):
         make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)

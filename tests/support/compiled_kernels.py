@@ -31,7 +31,7 @@ MATRIX = {
     "matrix_read_scales_kernel", "dequantize_matrix_kernel",
     "dequantize_groups_kernel",
 }  # fmt: skip
-DENSE = {"put_dense_kernel", "sum_dense_kernel", "get_dense_kernel"}
+DENSE = {"put_dense_kernel", "sum_dense_kernel"}
 EXACT = {
     "exact_counts_kernel", "exact_widths_kernel", "exact_sizes_kernel", "exact_total_kernel",
     "exact_head_kernel", "exact_encode_kernel", "exact_read_kernel", "exact_decode_kernel",
@@ -140,7 +140,31 @@ def dense(x, wire, unit, divisor, D=4) -> None:
     rows, wrong = torch.empty(D, 8192, dtype=x), torch.zeros(1, dtype=torch.bool)
     ops.put_dense(rows, message, stamp, layout=layout)
     ops.sum_dense(message[None], rows[:1], stamp, wrong, layout=layout, divisor=divisor)
-    ops.get_dense(message, rows, wrong, layout=layout)
+    ops.sum_dense(message[:, None], rows, None, wrong, layout=layout, divisor=1)
+
+
+def merged(bits, block, grad, residual, wire, divisor, R=4, numel=1 << 14) -> None:
+    """Blocks, then pieces of the same messages."""
+    layout = BlockLayout(numel=numel, bits=bits, block=block)
+    first, size = layout.words + -layout.words % 4, wire.itemsize
+    end = first + 64 * size + 1024 * size
+    dense = DenseLayout(
+        wire, (Piece(numel, 256, first), Piece(numel + 256, 4096, first + 64 * size)), tail=end
+    )
+    rows, whole = torch.empty(R, numel + 4352, dtype=grad), torch.empty(R, end + 32).int()
+    left = None if residual is None else torch.empty(R, numel, dtype=residual)
+    stamp, wrong = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.bool)
+    message, options = whole[:, : layout.words], {"layout": layout, "dense": dense}
+    ops.quantize_and_put(
+        rows[:, :numel], left, message, None, rows, whole, stamp, average=0.9, **options
+    )
+    for read, out, marks, by in (
+        (whole[None], rows[:1], stamp, divisor), (whole[:, None], rows, None, 1),
+    ):  # fmt: skip
+        ops.dequantize_and_sum(
+            read[..., : layout.words], out[:, :numel], read, out, marks, wrong, divisor=by,
+            add=False, **options,
+        )  # fmt: skip
 
 
 def thresholds(segments, destinations) -> None:
@@ -214,6 +238,8 @@ def compile_all(
             fingerprints(dtype)
             dense(dtype, dtype, 1, 3)
             dense(dtype, BF16, 16, 2)
+        for i, (bits, block, grad, residual, _, divisor) in enumerate(QUANTIZES[turn::4]):
+            merged(bits, block, grad, residual, (grad, BF16)[i % 2], divisor)
         for shape in ((1, 1), (2, 8)):
             thresholds(*shape)
     return found

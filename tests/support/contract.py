@@ -719,33 +719,38 @@ def put_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
 
 def sum_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
     layout, message, out = o["layout"], t["message"], t["out"].clone()
-    wrong = False
+    spoilt = t["wrong"] is not None and bool(t["wrong"])
     if t["stamp"] is not None:
         stamps = message[..., layout.tail : layout.tail + 2].reshape(-1, 2).tolist()
-        wrong = any(stamp != t["stamp"].tolist() for stamp in stamps)
+        spoilt = any(stamp != t["stamp"].tolist() for stamp in stamps)
     for k in range(len(out)):
         for piece in layout.pieces:
             rows = [wide_piece(row, layout, piece) for row in message[k]]
             total = rows[0]
             for row in rows[1:]:
                 total = total + row
+            if len(rows) == o["divisor"] == 1 and out.dtype == torch.float16:
+                total = np.where(np.isfinite(total), np.clip(total, F(-65504), F(65504)), total)
             total = torch.from_numpy(total / F(o["divisor"]))
             assert total.dtype == F32
             out[k, piece.column : piece.column + piece.numel] = total.to(out.dtype)
-    found = {"out": torch.full_like(out, torch.nan) if wrong else out}
-    return found if t["wrong"] is None else found | {"wrong": torch.tensor([wrong])}
+    found = {"out": torch.full_like(out, torch.nan) if spoilt else out}
+    return found if t["stamp"] is None else found | {"wrong": torch.tensor([spoilt])}
 
 
-def get_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
-    layout, out = o["layout"], t["out"].clone()
-    for k, row in enumerate(t["message"]):
-        for piece in layout.pieces:
-            x = wide_piece(row, layout, piece)
-            if out.dtype == torch.float16:
-                x = np.where(np.isfinite(x), np.clip(x, F(-65504), F(65504)), x)
-            out[k, piece.column : piece.column + piece.numel] = torch.from_numpy(x).to(out.dtype)
-    wrong = t["wrong"] is not None and bool(t["wrong"])
-    return {"out": torch.full_like(out, torch.nan) if wrong else out}
+def quantize_and_put(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    put = put_dense(t | {"message": t["whole"]}, {"layout": o["dense"]})
+    return {"whole": put.pop("message"), **put, **quantize(t, o)}
+
+
+def dequantize_and_sum(t: dict[str, Any], o: dict[str, Any]) -> Results:
+    pieces = {"message": t["whole"], "out": t["rows"], "stamp": t["stamp"], "wrong": t["wrong"]}
+    total = sum_dense(pieces, o | {"layout": o["dense"]})
+    out = dequantize(t, o)["out"]
+    spoilt = t["wrong"] is not None and bool(total.get("wrong", t["wrong"]))
+    return {
+        "rows": total.pop("out"), **total, "out": torch.full_like(out, torch.nan) if spoilt else out
+    }  # fmt: skip
 
 
 def wide_piece(message: Tensor, layout: Any, piece: Any) -> np.ndarray:
@@ -762,6 +767,7 @@ _CONTRACTS = {
     for contract in (
         quantize, dequantize, quantize_matrix, dequantize_matrix, measure_exact, encode_exact,
         decode_exact, pack_exponents, unpack_exponents, encode, select, decode, insert, peel,
-        undo_lag, steer, fingerprint, put_dense, sum_dense, get_dense,
+        undo_lag, steer, fingerprint, put_dense, sum_dense, quantize_and_put,
+        dequantize_and_sum,
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ def noting_launches() -> Iterator[set[Variant]]:
     found: set[Variant] = set()
 
     def note(self: Any, *args: Any, **options: Any) -> Any:
-        given = dict(zip((p.name for p in self.params), args, strict=False)) | options
+        signature = inspect.signature(self.fn)
+        defaults = {name: p.default for name, p in signature.parameters.items()}
+        given = defaults | signature.bind_partial(*args).arguments | options
         constants = {p.name for p in self.params if p.is_constexpr} | {"num_warps"}
         missing = tuple(p.name for p in self.params if given[p.name] is None)
         chosen = tuple(sorted((n, v) for n, v in given.items() if n in constants))

@@ -36,6 +36,7 @@ from tagc.selfcheck.calls import (
     fingerprint_calls,
     lag_call,
     matrix_calls,
+    merged_calls,
     steer_call,
 )
 from tagc.selfcheck.cases import case_of as case_of
@@ -396,14 +397,34 @@ def _others() -> Iterator[Trial]:
                 layout = dense_layout(wire, pieces)
                 of_row = dense_calls(layout, dtype, divisor, stamped=i % 3 < 2, ranks=ranks)
                 given = Inputs(kind=(USUAL, TIES, ROUGH)[i // 3], seed=i, small=False)
-                for call in of_row:
-                    two = i % 3 == 2 and call.operator == "sum_dense"
-                    calls.append((replace(call, rows=(2, ranks)) if two else call, given))
+                calls += [(_in_twos(call, i), given) for call in of_row]
             yield Trial.of(_name("dense", wire, dtype), calls)
+            yield Trial.of(_name("merged", wire, dtype), _merged(wire, dtype))
     shapes = ((1, 1), (2, 8), (3, 5), (7, 37), (43, 3), (8, 16))
     for parity in (0, 1):
         steered = [(steer_call(*shape), Inputs(seed=seed)) for shape in shapes for seed in (0, 1)]
         yield Trial.of(f"steer {parity}", steered[parity::2])
+
+
+def _in_twos(call: Call, i: int) -> Call:
+    """In every third row of the table, which has no stamps, a sum makes two rows."""
+    two = i % 3 == 2 and call.rows[0] == 1
+    return replace(call, rows=(2, call.rows[1])) if two else call
+
+
+def _merged(wire: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[Call, Inputs]]:
+    """Pieces as of :data:`DENSE`, beside blocks. Every fourth row reads messages that are added."""
+    dtypes = itertools.cycle(((dtype, F32), (dtype, BF16), (dtype, None)))
+    sizes = itertools.cycle(((131, 32), (700, 256), (0, 64), (5000, 4096)))
+    for i, (pieces, ranks, divisor) in enumerate(DENSE):
+        numel, block = next(sizes)
+        layout = BlockLayout(numel=numel, bits=(8, 4)[i % 2], block=block)
+        form = layout, dense_layout(wire, pieces), next(dtypes), (0.0, 0.9)[i // 2 % 2], divisor
+        for call in merged_calls(*form, stamped=i % 3 < 2, ranks=ranks):
+            if call.rows == (ranks, 1) and i % 4 == 0:
+                options = dict(call.options) | {"add": True}
+                call = replace(call, options=tuple(options.items()))
+            yield _in_twos(call, i), Inputs(kind=(USUAL, TIES, ROUGH)[i // 3], seed=i, small=False)
 
 
 # Sizes of each format where all of them would take long.

@@ -133,7 +133,7 @@ class Computing(TorchDispatchMode):
 @pytest.mark.parametrize("operator", ["quantize", "dequantize", "quantize_matrix",
     "dequantize_matrix", "measure_exact", "encode_exact", "decode_exact", "pack_exponents",
     "unpack_exponents", "undo_lag", "fingerprint", "encode", "decode", "put_dense", "sum_dense",
-    "get_dense"])  # fmt: skip
+    "quantize_and_put", "dequantize_and_sum"])  # fmt: skip
 def test_recorded_operators_do_nothing_else(operator: str) -> None:
     """What is not a launch, nor :func:`torch_call`, would be left out of later calls."""
     run = getattr(pytest.importorskip("tagc.triton_kernels.ops"), operator)

@@ -117,6 +117,11 @@ def widths(ptx: str, what: str) -> Counter[int]:
     return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found)
 
 
+def are(found: Counter[int], expected: Counter[int], k: Compiled) -> bool:
+    """Whether a kernel has these accesses. Those of uncompressed pieces come on top."""
+    return found == expected if k.signature["rows"] == "constexpr" else found > expected
+
+
 SIZES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "constexpr": 0}
 
 
@@ -133,14 +138,15 @@ def test_blocks_are_read_and_written_by_what_a_thread_has_of_a_lane(compiled):
                 expected[width] += 32 * size // width
         if "seeds" in k.signature and k.signature["seeds"] != "constexpr":
             expected[4] += 1
-        assert read == expected, (k.variant, k.constants)
+        assert are(read, expected, k), (k.variant, k.constants)
         # Then codes, as many words as a code has bits, and scales, one at a time.
         residual = Counter[int]()
         if size := SIZES[k.signature["residual"]]:
             width = min(16, bits * size)
             residual[width] += 32 * size // width
         assert written >= residual, (k.variant, k.constants)
-        assert (written - residual).total() <= bits + 2, (k.variant, k.constants)
+        if k.signature["rows"] == "constexpr":
+            assert (written - residual).total() <= bits + 2, (k.variant, k.constants)
 
 
 def test_sums_of_blocks_are_stored_by_what_a_thread_has_of_a_lane(compiled):
@@ -149,7 +155,8 @@ def test_sums_of_blocks_are_stored_by_what_a_thread_has_of_a_lane(compiled):
     for k in kernels:
         size = SIZES[k.signature["out"]]
         width = min(16, k.constants["BITS"] * size)
-        assert widths(k.ptx, "st") == {width: 32 * size // width}, (k.variant, k.constants)
+        expected = Counter({width: 32 * size // width})
+        assert are(widths(k.ptx, "st"), expected, k), (k.variant, k.constants)
 
 
 def test_matrices_are_read_and_written_in_vectors(compiled):

@@ -33,7 +33,8 @@ TENSORS = {
     "fingerprint": "x",
     "put_dense": "message",
     "sum_dense": "message",
-    "get_dense": "message",
+    "quantize_and_put": "grad",
+    "dequantize_and_sum": "out",
 }
 
 

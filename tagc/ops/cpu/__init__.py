@@ -7,18 +7,19 @@ from tagc.ops.cpu.lag import prepare_lag, undo_lag
 from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
 from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
 from tagc.ops.cpu.thresholds import prepare_thresholds, steer
-from tagc.ops.dense import get_dense, put_dense, sum_dense
+from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
+from tagc.ops.merged import merged
 
 __all__ = [
     "decode",
     "decode_exact",
     "dequantize",
+    "dequantize_and_sum",
     "dequantize_matrix",
     "encode",
     "encode_exact",
     "fingerprint",
-    "get_dense",
     "insert",
     "measure_exact",
     "pack_exponents",
@@ -32,6 +33,7 @@ __all__ = [
     "prepare_thresholds",
     "put_dense",
     "quantize",
+    "quantize_and_put",
     "quantize_matrix",
     "release",
     "select",
@@ -40,6 +42,8 @@ __all__ = [
     "undo_lag",
     "unpack_exponents",
 ]
+
+quantize_and_put, dequantize_and_sum = merged(quantize, dequantize)
 
 
 def release() -> None:

@@ -1,7 +1,8 @@
 """Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
-from tagc.ops.dense import get_dense, put_dense, sum_dense
+from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
+from tagc.ops.merged import merged
 from tagc.ops.reference.blocks import (
     dequantize,
     prepare_blocks,
@@ -29,11 +30,11 @@ __all__ = [
     "decode",
     "decode_exact",
     "dequantize",
+    "dequantize_and_sum",
     "dequantize_matrix",
     "encode",
     "encode_exact",
     "fingerprint",
-    "get_dense",
     "insert",
     "measure_exact",
     "pack_exponents",
@@ -47,6 +48,7 @@ __all__ = [
     "prepare_thresholds",
     "put_dense",
     "quantize",
+    "quantize_and_put",
     "quantize_matrix",
     "release",
     "select",
@@ -55,6 +57,8 @@ __all__ = [
     "undo_lag",
     "unpack_exponents",
 ]
+
+quantize_and_put, dequantize_and_sum = merged(quantize, dequantize)
 
 
 def release() -> None:
