@@ -35,7 +35,7 @@ REDUCES, GATHERS = (
     ("encode", "exchange", "decode"),
     ("encode parameters", "gather parameters", "decode parameters"),
 )
-INSIDE, SHARES = "add inside the host", "share parameters inside the host"
+INSIDE, SHARES = "add inside the host", "gather parameters"
 ON_HOSTS = {(INSIDE, "exchange"), (INSIDE, *REDUCES)}
 # Ways that traffic takes: ranks, four of them on two hosts; codecs; what a unit does at once,
 # without another in between. (The root compresses nothing, and has only what is inside of hosts.)
