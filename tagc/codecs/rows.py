@@ -168,7 +168,10 @@ class ExponentCoder:
         sums = parts[0].float()
         for part in parts[1:]:
             sums += part
-        out.copy_(sums if divisor == _NOT_DIVIDED else sums / divisor)
+        if divisor != _NOT_DIVIDED:
+            # Not by a number: a GPU would multiply by its inverse, and round twice.
+            sums = sums / torch.full_like(sums[:1], divisor)
+        out.copy_(sums)
 
     def total(self, messages: Tensor, numel: int, dtype: torch.dtype, divisor: int) -> Tensor:
         out = torch.empty(numel, dtype=dtype, device=messages.device)

@@ -71,7 +71,7 @@ ADVISE = _SHARED | {
     "without a compute time (--step-time)": ("overlap",),
     "with a --mesh whose data-parallel ranks share a host": (
         *("step_time", "tokens_per_rank", "tflops", "overlap", "device", "ops", "dtype"),
-        *("policy", "device_memory", "plot", "learning_rate"),
+        *("device_memory", "plot", "learning_rate"),
     ),
 }
 
@@ -183,7 +183,7 @@ def advise(args: argparse.Namespace) -> int:
     else:
         policy = next((p for p in map(Policy.load, args.policy) if p.dimensions), None)
         policy = policy or Policy.load("hybrid-3d")
-        traffic = _traffic(args, shapes, policy, mesh)
+        traffic = _traffic(args, shapes, policy, mesh, gloo=args.device == "cpu")
         advice = advise_dimensions(traffic, mesh, link, memory_bandwidth=args.memory_bandwidth)
         dimensions = [asdict(each) | {"pays": each.pays} for each in advice]
         lines = advice_table(advice, link, policy) if advice else []
@@ -268,7 +268,12 @@ def _link(args: argparse.Namespace) -> Link:
 
 
 def _traffic(
-    args: argparse.Namespace, shapes: ModelShapes, policy: Policy, mesh: Mapping[str, int]
+    args: argparse.Namespace,
+    shapes: ModelShapes,
+    policy: Policy,
+    mesh: Mapping[str, int],
+    *,
+    gloo: bool = True,
 ) -> list[DimensionTraffic]:
     return activation_traffic(
         shapes,
@@ -278,6 +283,7 @@ def _traffic(
         itemsize=DTYPES[args.param_dtype].itemsize,
         experts_per_token=args.experts_per_token,
         micro_batches=args.micro_batches,
+        gloo=gloo,
     )
 
 

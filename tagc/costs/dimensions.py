@@ -94,10 +94,12 @@ def activation_traffic(
     itemsize: int,
     experts_per_token: int = 1,
     micro_batches: int = 1,
+    gloo: bool = True,
 ) -> list[DimensionTraffic]:
     """The traffic of each dimension that sends activations, in the mesh's order, for ``tokens`` of
     a data-parallel rank in all micro-batches together. ``itemsize``: bytes of an uncompressed
-    activation. Raises ModelError if the shapes lack what a dimension needs: blocks, experts."""
+    activation; ``gloo``: whether the backend is gloo, which can send exact messages between two
+    ranks. Raises ModelError if the shapes lack what a dimension needs: blocks, experts."""
     width, blocks = _width(shapes), len(shapes.blocks)
     mine = math.ceil(blocks / mesh.get("pp", 1))
     found = []
@@ -119,7 +121,7 @@ def activation_traffic(
         else:
             starts = math.ceil(4 * mine * _blocks_with_experts(shapes) / blocks)
             elements = starts * others * tokens * experts_per_token * width
-        bits = _bits(policy.dimensions.get(name), itemsize)
+        bits = _bits(policy.dimensions.get(name), itemsize, left=name == "pp" and not gloo)
         dense = round(elements * itemsize)
         found.append(
             DimensionTraffic(
@@ -135,13 +137,14 @@ def activation_traffic(
     return found
 
 
-def _bits(rule: DimensionRule | None, itemsize: int) -> float | None:
-    """Bits of an element of ``itemsize`` bytes; None if it travels as it is."""
+def _bits(rule: DimensionRule | None, itemsize: int, *, left: bool) -> float | None:
+    """Bits of an element of ``itemsize`` bytes; None if it travels as it is. ``left``: whether
+    messages of no fixed size are left to torch."""
     if rule is None:
         return None
     codec = rule.codec
     if isinstance(codec, ExactActivationsConfig):
-        return EXPONENT_BITS if itemsize == 2 else None  # of bfloat16
+        return EXPONENT_BITS if itemsize == 2 and not left else None  # of bfloat16
     return codec.bits + 16 / codec.block
 
 
@@ -291,10 +294,13 @@ def _verdict(advice: list[DimensionAdvice], policy: Policy) -> list[str]:
     if len(names) == len(advice):
         return [f"Compress all activations, as policy {policy.name} does: {saved}."]
     rules = ", ".join(f"{name}: {{codec: {_written(policy.dimensions[name])}}}" for name in names)
+    write = f"In a copy of {policy.name}, keep these dimensions only: {{{rules}}}."
+    if policy.name == "hybrid-3d":
+        write = f"Write {{schema: 1, extends: hybrid, dimensions: {{{rules}}}}}."
     return [
         f"Compress {' and '.join(names)}: {saved} (what lies inside hosts without "
         "--inside-bandwidth is not counted).",
-        f"Write {{schema: 1, extends: hybrid, dimensions: {{{rules}}}}}.",
+        write,
     ]
 
 
@@ -303,7 +309,8 @@ def _written(rule: DimensionRule) -> str:
     codec = rule.codec
     if isinstance(codec, ExactActivationsConfig):
         return "{kind: exact}"
-    return f"{{kind: quantized, bits: {codec.bits}, block: {codec.block}}}"
+    rounding = "" if codec.rounding == "nearest" else f", rounding: {codec.rounding}"
+    return f"{{kind: quantized, bits: {codec.bits}, block: {codec.block}{rounding}}}"
 
 
 def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:

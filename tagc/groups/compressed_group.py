@@ -129,8 +129,9 @@ class CompressedGroup(dist.ProcessGroup):
             self._count_natively(sent)
             return self._inner._allgather_base(out, inp, *_given(opts))
         whole = _flat(out).view(self.size(), -1)
-        pending = self._on(inp).all_gather(whole, _flat(inp))
         what = self._named("all-gather", inp)
+        with failing_in(what, self):
+            pending = self._on(inp).all_gather(whole, _flat(inp))
         return self._started(what, pending, sent, [out], [whole.view(out.shape)])
 
     all_gather_single = _allgather_base
@@ -152,9 +153,11 @@ class CompressedGroup(dist.ProcessGroup):
             self._count_natively(sent)
             return self._inner.allgather(outs, inps, *_given(opts))
         whole = inp.new_empty(self.size(), inp.numel())
-        pending = self._on(inp).all_gather(whole, _flat(inp))
+        what = self._named("all-gather", inp)
+        with failing_in(what, self):
+            pending = self._on(inp).all_gather(whole, _flat(inp))
         made = [row.view(inp.shape) for row in whole]
-        return self._started(self._named("all-gather", inp), pending, sent, parts, made)
+        return self._started(what, pending, sent, parts, made)
 
     # Reduce-scatters.
 
@@ -166,8 +169,9 @@ class CompressedGroup(dist.ProcessGroup):
             self._count_natively(sent)
             return self._inner._reduce_scatter_base(out, inp, opts)
         flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
-        pending = self._on(inp).reduce_scatter(flat, rows, divisor)
         what = self._named("reduce-scatter", inp)
+        with failing_in(what, self):
+            pending = self._on(inp).reduce_scatter(flat, rows, divisor)
         return self._started(what, pending, sent, [out], [flat.view(out.shape)])
 
     reduce_scatter_single = _reduce_scatter_base
@@ -226,7 +230,9 @@ class CompressedGroup(dist.ProcessGroup):
     ) -> Any:
         sent = _bytes_to_others(inp, self.rank())
         what = f"the all-to-all over dimension {self.dimension!r}"
-        return self._started(what, self._on(inp[0]).all_to_all(out, inp), sent, given, made)
+        with failing_in(what, self):
+            pending = self._on(inp[0]).all_to_all(out, inp)
+        return self._started(what, pending, sent, given, made)
 
     # Messages between two ranks.
 
@@ -331,6 +337,7 @@ class CompressedGroup(dist.ProcessGroup):
     def _coder(self, ops: Ops) -> Coder:
         codec = self.rule.codec
         if isinstance(codec, ExactActivationsConfig):
+            ops.prepare_exponents()
             return ExponentCoder(ops)
         dithered = codec.rounding == "stochastic"
         return RowCoder(ops, bits=codec.bits, block=codec.block, dithered=dithered)

@@ -357,7 +357,7 @@ class ExactActivationsConfig(CodecConfig):
     are packed. Tensors whose exponents do not fit, and other dtypes, travel as they are.
 
     All-gathers, all-to-alls, sends and receives have the bits of torch's own groups. Sums are added
-    in float32 and rounded once, so with two ranks they have, too.
+    in float32 and rounded once, so with two ranks they have, too, but for the kind of NaN.
     """
 
     kind: Literal["exact"] = "exact"
