@@ -135,9 +135,7 @@ def test_advise(capsys: Any) -> None:
     exact = [*ADVISE, *mesh, "--policy", "hosts", "mz-hybrid"]
     assert main([*exact, "--device", "cpu", "--memory-bandwidth", "1TB"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "In a copy of mz-hybrid leave of the dimensions only {pp: {codec: {kind: exact}}}" in text
-    )
+    assert "a copy of mz-hybrid, keep these dimensions only: {pp: {codec: {kind: exact}}}" in text
     assert main(exact) == 0  # NCCL sends between stages as they are
     assert "Leave the activations to torch" in capsys.readouterr().out
     assert main([*ADVISE, "--mesh", "pp=2,tp=2"]) == 0
