@@ -199,8 +199,8 @@ def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     assert suites.main(["host", *args]) == 0
     (found,) = map(json.loads, record.read_text().splitlines())
     assert 0 < found["share"] < 1
-    # 32 blocks and the root: 2 launches to encode, and 2 to decode, in a reduction and in a gather;
-    # 2 in a backward that reads its messages again, and 2 fingerprints. The root gathers once, and
+    # 32 blocks and the root: a launch to encode, and one to decode, in a reduction and in a gather;
+    # one in a backward that reads its messages again, and 2 fingerprints. The root gathers once and
     # has two compressed segments.
-    assert found["tagc_started"] == 32 * 12 + 12
+    assert found["tagc_started"] == 32 * 7 + 8
     assert "| hybrid |" in capsys.readouterr().out

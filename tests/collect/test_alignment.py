@@ -55,8 +55,10 @@ def test_messages_of_real_models(policy: str, model: str) -> None:
         chosen: Any = loaded
         if loaded.sites is not None:
             ranks = {"world_size": ranks["world_size"], "sites": 4}
-        elif ranks.get("replicas") and not loaded.replicas:
-            chosen = {"schema": 1, "extends": policy, **replicas}
+        else:
+            ranks = ranks | {"parameter_dtype": torch.bfloat16}
+            if ranks.get("replicas") and not loaded.replicas:
+                chosen = {"schema": 1, "extends": policy, **replicas}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = tagc.explain(MODELS[model], chosen, dtype=torch.bfloat16, **ranks)
