@@ -296,7 +296,8 @@ def _described(plan: Plan, direction: str) -> Iterator[tuple[Segment, UnitParam,
 def _for_others(plan: Plan, direction: str, index: int) -> bool:
     """Whether a rule would select a parameter if that was sent in another dtype."""
     rules = getattr(plan.policy, direction)
-    dtypes = {dtype for rule in rules for dtype in rule.when.dtype or ()} | {"another"}
+    # The last one stands for all that no rule names.
+    dtypes = {dtype for rule in rules for dtype in rule.when.dtype or ()} | {""}
     others = (replace(i, dtype=d) for *_, i in _described(plan, direction) for d in dtypes)
     return any(first_match(rules, info) == index for info in others)
 

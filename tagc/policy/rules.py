@@ -121,7 +121,7 @@ class When(Strict):
     """Blocks to select, both ends included: "4-11", [4, 11], or one number."""
     dtype: OneOrMore[Literal["bfloat16", "float16", "float32"]] | None = None
     """The dtype in which FSDP or DDP sends the parameter or its gradient, or a list of dtypes. A
-    rule for other dtypes than the model's is an alternative, and needs not select anything."""
+    rule for other dtypes than the model's is an alternative, and need not select anything."""
     min_numel: _Numel | None = None
     """Fewest elements of the parameter, before sharding. Without this key, a rule that compresses
     and gives no name skips parameters below 16384 elements."""

@@ -96,7 +96,8 @@ def test_replicas_have_native_bits(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(timeout=600)
+@pytest.mark.timeout(1200)
+@on_ranks(timeout=1100)
 @pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "hosts", "replicas"), [(2, None, 1), (4, None, 1), (4, 2, 1), (4, None, 2)]

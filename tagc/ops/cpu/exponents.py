@@ -10,11 +10,11 @@ from numba.extending import register_jitable
 from torch import Tensor
 
 from tagc.ops.cpu.arrays import N, U, compiled, once_a_host
-from tagc.ops.exponents import ABOVE_MEAN, HEAD, ExponentLayout
+from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
 
 B, H = np.uint8, np.uint16
-_BLOCK, _HALF, _CHUNK = 64, 32, 64
-_ZERO, _EXCEPTION = H(14), H(15)
+_BLOCK, _HALF, _CHUNK = BLOCK, BLOCK // 2, CHUNK
+_ZERO, _EXCEPTION = H(ZERO), H(EXCEPTION)
 _ABOVE_MEAN = H(ABOVE_MEAN)
 
 
@@ -171,15 +171,15 @@ def _unpack(sent, x):
         found = B(0)
         for j in range(_HALF):
             c, d = B(code[j] & B(15)), B(code[j] >> B(4))
-            a = H(0) if c == B(14) else H(H(top - H(c)) & H(255))
-            e = H(0) if d == B(14) else H(H(top - H(d)) & H(255))
+            a = H(0) if c == B(ZERO) else H(H(top - H(c)) & H(255))
+            e = H(0) if d == B(ZERO) else H(H(top - H(d)) & H(255))
             target[first + N(j)] = _element(low[j], a)
             target[first + N(j + _HALF)] = _element(low[j + _HALF], e)
-            found |= B(c == B(15)) | B(d == B(15))
+            found |= B(c == B(EXCEPTION)) | B(d == B(EXCEPTION))
         if found:
             for j in range(_BLOCK):
                 c = B(code[j] & B(15)) if j < _HALF else B(code[j - _HALF] >> B(4))
-                if c == B(15):
+                if c == B(EXCEPTION):
                     target[first + N(j)] = _element(low[j], H(sent[at]) if at < end else H(0))
                     at += N(1)
         if short:
