@@ -51,7 +51,8 @@ def test_messages_of_real_models(policy: str, model: str) -> None:
     """Each row and segment is aligned, for less than a thousandth of the bytes."""
     replicas = {"replicas": [{"when": {}, "codec": {"kind": "quantized", "bits": 4}}]}
     loaded = tagc.Policy.load(policy)
-    for ranks in RANKS:
+    for shape in RANKS:
+        ranks: dict[str, Any] = {**shape}
         chosen: Any = loaded
         if loaded.sites is not None:
             ranks = {"world_size": ranks["world_size"], "sites": 4}
