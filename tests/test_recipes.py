@@ -198,7 +198,7 @@ def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 
 
 TITAN = [
-    *("--module", "torchtitan_trainer", "--training.disable-cuda-graphs"),
+    *("--module", "torchtitan_trainer"),
     *("--training.seq-len", "32", "--training.local-batch-size", "2"),
     *("--parallelism.spmd-backend", "partial_dtensor"),  # torch 2.13 cannot do more
 ]

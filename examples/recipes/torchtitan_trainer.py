@@ -3,7 +3,7 @@
 Nothing of torchtitan is changed: `--module` names this file, `--config` one of its functions.
 
 torchrun --standalone --nproc-per-node 2 -m torchtitan.train --module torchtitan_trainer \
-    --config llama3 --training.disable-cuda-graphs --tagc-policy hybrid
+    --config llama3 --tagc-policy hybrid
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class FSDP2Unit(Unit):
         _native: FSDP's own reduce-scatter, all-gather and all-reduce hook.
     """
 
+    captures = True
+
     _param_group: Any
     _names: Mapping[int, str]
     _native: tuple[Any, Any, Any]
@@ -69,6 +71,11 @@ class FSDP2Unit(Unit):
             # Before FSDP's own hook, which gathers.
             hook = module.register_forward_pre_hook(all_gather.before_forward, prepend=True)
             self._hooks.append(hook)
+
+    def send_ahead(self, gatherer: UnitGatherer) -> None:
+        shard = self.shard()
+        out = shard.new_empty(gatherer.plan.info.world_size * len(shard))
+        self._param_group._all_gather_comm.send_ahead(out, shard, self.group)
 
     def install_all_reduce(self, average: ReplicaAverage) -> None:
         if self.replicas is None:

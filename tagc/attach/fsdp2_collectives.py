@@ -183,7 +183,19 @@ class CustomAllGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        gather = partial(self._gather, output_tensor, input_tensor, group, self._phase())
+        return self._start(output_tensor, input_tensor, group, self._phase(), async_op=async_op)
+
+    @torch.no_grad()
+    def send_ahead(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather where FSDP does not; the current stream waits for it."""
+        work = self._start(out, shard, group, Phase.AHEAD, async_op=True)
+        if work is not None:
+            work.wait()
+
+    def _start(
+        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase, *, async_op: bool
+    ) -> dist.Work | None:
+        gather = partial(self._gather, out, inp, group, phase)
         context = self._param_group.comm_ctx
         stream = getattr(context, "all_gather_stream", None)
         # FSDP has no streams before its root's first forward.

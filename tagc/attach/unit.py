@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ class Unit:
     """
 
     info: UnitInfo
+    captures: ClassVar[bool] = False
+    """Whether CUDA graphs may hold its collectives."""
+
     group: dist.ProcessGroup
     device: torch.device
     gather_info: UnitInfo | None = None
@@ -81,6 +85,10 @@ class Unit:
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         """Let ``gatherer`` gather this unit's parameters."""
+        raise NotImplementedError
+
+    def send_ahead(self, gatherer: UnitGatherer) -> None:
+        """Let ``gatherer`` send what it owes other ranks now, and not in a forward."""
         raise NotImplementedError
 
     def install_all_reduce(self, average: ReplicaAverage) -> None:

@@ -51,11 +51,13 @@ class Flags:
     def note(self, owner: Hashable) -> None:
         """Note that launches may have set a flag."""
         if owner in self._noted:
-            self._noted.clear()
-            self._copy()
+            self.end_round()
         self._noted.add(owner)
 
-    def _copy(self) -> None:
+    def end_round(self) -> None:
+        """Copy all flags to the host, in order with the current stream. Replays of a CUDA graph
+        note nothing, so a round of theirs ends here."""
+        self._noted.clear()
         if len(self._copies) <= LAG:
             self._copies.append(([], torch.cuda.Event()))
         pages, copied = self._copies[self._rounds % (LAG + 1)]
@@ -64,7 +66,7 @@ class Flags:
                 pages.append(torch.zeros_like(page, device="cpu", pin_memory=True))
         for to, page in zip(pages, self._pages, strict=True):
             to.copy_(page, non_blocking=True)
-        copied.record(self._stream)
+        copied.record(torch.cuda.current_stream(self._device))
         self._rounds += 1
 
     def seen(self, owner: Hashable) -> bool:
@@ -99,11 +101,15 @@ class Workspace:
 
     Attributes:
         generation: how often a buffer was replaced or freed. Views taken earlier are stale then.
+        captured: whether a CUDA graph may hold addresses of buffers. From then on, buffers that are
+            replaced or dropped stay allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.generation = 0
+        self.captured = False
+        self._former: list[Tensor] = []
         self._flags: dict[int, Flags] = {}
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
         # Making a view costs the host about as much as using it, and steps take the same ones.
@@ -112,6 +118,8 @@ class Workspace:
     def clear(self) -> None:
         """Free all buffers."""
         self.generation += 1
+        if self.captured:
+            self._former += self._buffers.values()
         self._buffers.clear()
         self._views.clear()
 
@@ -127,12 +135,21 @@ class Workspace:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < numel:
                 self.generation += buffer is not None
+                if self.captured and buffer is not None:
+                    self._former.append(buffer)
                 buffer = torch.empty(numel, dtype=dtype, device=self._device)
                 self._buffers[key] = buffer
                 # Views of the smaller buffer would keep it.
                 self._views = {k: v for k, v in self._views.items() if k[:3] != key}
             view = self._views[*key, shape] = buffer[:numel].view(shape)
         return view
+
+    def before_graph(self) -> None:
+        """Get ready for the capture or a replay of a CUDA graph with addresses of buffers."""
+        self.captured = True
+        if self._device.type == "cuda":
+            for flags in self._flags.values():
+                flags.end_round()
 
     @property
     def flags(self) -> Flags:

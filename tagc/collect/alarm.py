@@ -22,16 +22,22 @@ class Alarm:
     def note(self) -> None:
         """Note that launches may have set the flag; raise on a CPU if they have."""
         device = self._store.device
-        if device.type == "cpu":
+        if self._store.capturing:
+            self._watch()  # its replays set it, and `before_replay` ends their rounds
+        elif device.type == "cpu":
             flag = self._store.take(self._flag)
             if flag:
                 flag.zero_()
                 raise RuntimeError(self._message)
         elif device.type == "cuda":
-            flags = self._store.workspace.flags
-            if flags not in self._noted:
-                self._noted.append(flags)
-            flags.note(self._owner)
+            self._watch().note(self._owner)
+
+    def _watch(self) -> Flags:
+        """The flags of the current stream, which :meth:`check` reads from now on."""
+        flags = self._store.workspace.flags
+        if flags not in self._noted:
+            self._noted.append(flags)
+        return flags
 
     def check(self) -> None:
         """Raise RuntimeError if the flag was set, as far as the host has seen."""

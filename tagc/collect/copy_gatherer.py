@@ -104,13 +104,20 @@ class CopyGatherer(UnitGatherer):
         reduced = self._reductions() != self._reductions_then
         return self._due or not self._knows_own or (reduced and not self._sees_steps)
 
-    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+    @property
+    def sends_ahead(self) -> bool:
+        return self._is_due or not self._knows_others
+
+    def _check_alarms(self) -> None:
         self._by_others.check()
         self._since_forward.check()
+
+    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+        self._check_alarms()
         programs = self._programs
         # A backward reads the same copy as its forward. So do forwards that it recomputes.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
-        if self._knows_own and not self._knows_others:
+        if self._knows_own and not self._knows_others and not self.store.capturing:
             # This completes load_state; its bytes are not counted as a step's.
             self._replay(programs.rows).run()
             self._knows_others = True
@@ -120,6 +127,12 @@ class CopyGatherer(UnitGatherer):
             self._run(programs.read_early if early else programs.read, rows, inp)
             (self._since_forward if early else self._by_others).note()
             return
+        if self.store.capturing:
+            raise RuntimeError(
+                f"tagc: a CUDA graph cannot hold the changes of unit {self._name!r}, sent "
+                "once per optimizer step: call tagc.compressor(model).before_capture() right "
+                "before the capture, which sends them, and let the graph hold one step"
+            )
         if self._knows_own:
             self._warn_of_others()
             self._run(self._fitting(rows, inp).changes, rows, inp)

@@ -37,6 +37,7 @@ class Phase(Enum):
     FORWARD = "a forward that autograd records: its backward reads the same parameters"
     BACKWARD = "a backward"
     OTHER = "nothing that a backward reads: evaluation, a teacher, a look at the parameters"
+    AHEAD = "nothing yet: a CUDA graph reads the parameters later, where it sends nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,9 @@ class UnitGatherer(ABC):
         self._programs = Gathers(self.plan)
         self._own = setup.rank // self.plan.info.ranks_per_host
         self._replays: dict[tuple[int, Program], Replay] = {}
+        # What a CUDA graph holds, and the bytes of one replay; see `_counts`.
+        self._captured: list[Replay] = []
+        self._captured_bytes: tuple[int, ...] = (0, 0, 0)
 
     def gather(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         """Write all ranks' ``inp`` ``[S]`` to the rows of ``out`` ``[W * S]``.
@@ -98,6 +102,13 @@ class UnitGatherer(ABC):
             RuntimeError: if the plan was made for another buffer; or if parameters changed although
                 this gather sends no message that could carry the change.
         """
+        before = self._counts
+        self._gather_any(out, inp, group, phase)
+        if self.store.capturing:
+            pairs = zip(self._captured_bytes, self._counts, before, strict=True)
+            self._captured_bytes = tuple(sent + now - then for sent, now, then in pairs)
+
+    def _gather_any(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         info, self._last = self.plan.info, None
         # If reshard_after_forward is an int, the backward gathers in a smaller group.
         if group.size() != info.world_size:
@@ -106,7 +117,8 @@ class UnitGatherer(ABC):
                 self.dense_bytes += (group.size() - 1) * inp.numel() * inp.element_size()
             self._gather_natively(out, inp, group, inside=inside)
             return
-        self.dense_bytes += (self.plan.peers - 1) * inp.numel() * inp.element_size()
+        if phase is not Phase.AHEAD:
+            self.dense_bytes += (self.plan.peers - 1) * inp.numel() * inp.element_size()
         rows = out.view(info.world_size, -1)
         if not self.plan.compressed:
             self._gather_uncompressed(rows, inp, group)
@@ -119,11 +131,43 @@ class UnitGatherer(ABC):
             )
         if self.plan.info.ranks_per_host == 1 and "flat" not in self._levels:
             self._levels["flat"] = self._connect(group)
-        before = self.wire_bytes
+        sent = self.wire_bytes
         self._gather(rows, inp[None], phase)
         self._last = phase
-        if self.wire_bytes > before:  # else it read a copy, or messages again
-            self.last_bytes = self.wire_bytes - before
+        if self.wire_bytes > sent:  # else it read a copy, or messages again
+            self.last_bytes = self.wire_bytes - sent
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.wire_bytes, self.dense_bytes, self.inside_bytes
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether parameters must be sent before a CUDA graph can read them."""
+        return False
+
+    @property
+    def steps_before_capture(self) -> int:
+        """Steps that must come before a CUDA graph can capture one."""
+        return int(bool(self.plan.compressed) and not self._replays)
+
+    def before_capture(self) -> None:
+        """Get ready for the capture of a CUDA graph, and its first replay."""
+        self._captured.clear()
+        self._captured_bytes = (0, 0, 0)
+        self._check_alarms()
+
+    def before_replay(self) -> None:
+        """Get ready for another replay of the graph, and count the bytes that it sends."""
+        self._check_alarms()
+        wire, dense, inside = self._captured_bytes
+        self.wire_bytes += wire
+        self.dense_bytes += dense
+        self.inside_bytes += inside
+
+    @abstractmethod
+    def _check_alarms(self) -> None:
+        """Raise the errors that the device found."""
 
     @abstractmethod
     def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
@@ -194,6 +238,8 @@ class UnitGatherer(ABC):
                 self._replays.clear()
             replay = Replay(program, self.store, self._ops, self._levels, self._lockstep, self._own)
             self._replays[stream, program] = replay
+        if self.store.capturing:
+            self._captured.append(replay)
         return replay
 
     def _gather_uncompressed(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
@@ -265,10 +311,12 @@ class MessageGatherer(UnitGatherer):
             if plan.reuses_forward_message:
                 self._declare(programs.kept_message, programs.again)
 
-    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
-        self._changed.check()
-        for alarm in self._unfit:
+    def _check_alarms(self) -> None:
+        for alarm in (self._changed, *self._unfit):
             alarm.check()
+
+    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+        self._check_alarms()
         keeps, programs = self.plan.reuses_forward_message, self._programs
         if phase is Phase.BACKWARD and self._kept:
             self._run(programs.again, rows, inp)

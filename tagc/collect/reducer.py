@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tagc.codecs.sketch import COUNTING
 from tagc.codecs.workspace import Workspace
 from tagc.collect.hosts import HostGroups
 from tagc.collect.lockstep import check_reduction, refuse_others
@@ -26,6 +28,20 @@ ReduceNatively = Callable[[Tensor, Tensor, Transport, dist.ReduceOp.RedOpType], 
 
 # Variants kept bound. Backwards may reach ever different parts of a unit.
 _BOUND = 32
+
+
+class _Captured(NamedTuple):
+    """A reduction that a CUDA graph holds.
+
+    Attributes:
+        variant: None if it is native.
+        sent: bytes, by level and flight.
+        held: what must live as long as the graph.
+    """
+
+    variant: Variant | None
+    sent: Mapping[tuple[str, str], int]
+    held: object
 
 
 class UnitReducer(ReducerState):
@@ -67,6 +83,10 @@ class UnitReducer(ReducerState):
         self._replays: dict[tuple[int, Variant], Replay] = {}
         # Arguments that fit the plan: the same in nearly every step.
         self._fitting: tuple[object, ...] | None = None
+        # Whether a CUDA graph may capture the next reduction, and those that it captured: several
+        # if backwards reach the unit's parameters one after another.
+        self._may_capture = False
+        self._captured: list[_Captured] = []
         super().__init__(plan, ops, device, workspace, seed=seed, rank=rank)
 
     def reduce(
@@ -120,6 +140,7 @@ class UnitReducer(ReducerState):
             self._fitting = found
         on_hosts = self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
+        self.check_capture(waits=stays)
         # If the part has nothing compressed, expanding it to all columns would send mostly zeros.
         whole = part is None or part.compressed or (on_hosts and (stays or bool(self.waiting)))
         warm = self.counters.all_steps >= plan.warmup_steps
@@ -147,7 +168,9 @@ class UnitReducer(ReducerState):
             variant = replace(variant, levels="across")
         self.counters.steps += 1
         if messages:
-            self.begin_message(variant)
+            if not self.store.capturing:
+                self.prepare_messages(1, shares=variant.measures, noise=variant.noise)
+            self.counters.compressed_steps += 1
         yield from self._run(variant, late)
         if variant.stamped and plan.messages.sent is None:
             self._mix_up.note()
@@ -157,6 +180,8 @@ class UnitReducer(ReducerState):
         yield from replay.running(**late)
         self.note_run(variant)
         self.counters.add(replay.sent)
+        if self.store.capturing:
+            self._captured.append(_Captured(variant, replay.sent, replay))
 
     def _replay(self, variant: Variant) -> Replay:
         device = self.store.device
@@ -212,6 +237,73 @@ class UnitReducer(ReducerState):
             work = native(out, inp, transport, op)
             work.wait()
         self.counters.native_bytes += work.wire_bytes
+        if self.store.capturing:
+            self._captured.append(_Captured(None, {("flat", "sums"): work.wire_bytes}, work))
+
+    @property
+    def steps_before_capture(self) -> int:
+        """Reductions that must come before a CUDA graph can capture one: those of the warm-up, and
+        one with messages, which makes what later ones use."""
+        if not self.plan.compressed:
+            return 0
+        begun = any(variant.messages for _, variant in self._replays)
+        begun = begun and (self.progress.begun or self.programs.sketches is None)
+        return max(0, self.plan.warmup_steps - self.counters.all_steps) + (not begun)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph holds a reduction."""
+        return bool(self._captured)
+
+    def before_capture(self) -> None:
+        """Get ready for the capture of a CUDA graph with the next reduction, and its first
+        replay."""
+        self._captured, self._may_capture = [], True
+        if self.plan.compressed:
+            shares, noise = bool(self.programs.shares), self.gauge is not None
+            self._before_graph(1, shares=shares, noise=noise)
+
+    def before_replay(self) -> None:
+        """Get ready for another replay of the graph, and count the reductions that it holds."""
+        if self.before is not None and self._captured:
+            self.before(self.counters.all_steps)
+        found = [c.variant for c in self._captured if c.variant is not None and c.variant.messages]
+        if found:
+            shares, noise = (any(getattr(v, n) for v in found) for n in ("measures", "noise"))
+            self._before_graph(len(found), shares=shares, noise=noise)
+        self.counters.compressed_steps += len(found)
+        for variant in found:
+            self.note_run(variant)
+        for captured in self._captured:
+            self.counters.steps += 1
+            self.counters.add(captured.sent)
+
+    def _before_graph(self, messages: int, *, shares: bool, noise: bool) -> None:
+        self._mix_up.check()
+        self.store.wait(COUNTING)  # a graph cannot wait for what began outside of it
+        if self.stamped:
+            self._stamped = None  # replays may have marked other parts of the unit
+            self.mark_stamps(self._lockstep.stamp())
+        self.prepare_messages(messages, shares=shares, noise=noise)
+
+    def check_capture(self, *, waits: bool) -> None:
+        """Raise RuntimeError if a CUDA graph captures a reduction that its replays cannot repeat.
+
+        Args:
+            waits: whether the gradient stays inside the host or replica.
+        """
+        if not self.store.capturing:
+            self._may_capture = False
+            return
+        why = ""
+        if not self._may_capture:
+            why = "call tagc.compressor(model).before_capture() right before the capture"
+        elif waits or self.waiting:
+            why = "micro-batches wait for a later one: let every backward reduce its gradients"
+        elif self.steps_before_capture:
+            why = f"first run {self.steps_before_capture} steps without a graph"
+        if why:
+            raise RuntimeError(f"tagc: a CUDA graph cannot hold {self._lockstep.what}: {why}")
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether ranks of a host add up first, the same on all ranks. A unit with nothing

@@ -36,7 +36,6 @@ _COUNTING = ("quantized", "matrix")
 # Shares are measured in all of the first steps, then in one of 8: they change in the first steps,
 # while residuals fill.
 _FIRST, _EVERY = 32, 8
-_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -127,29 +126,52 @@ class ReducerState:
         raise NotImplementedError
 
     def variant(self, *, messages: bool, mean: bool, part: Part | None) -> Variant:
-        """The variant of the next reduction."""
+        """The variant of the next reduction. One that a CUDA graph captures serves all later
+        ones."""
         reached = None if part is None else part.names
         if not messages:
             return Variant(messages=False, mean=mean, reached=reached)
-        progress, gauge = self.progress, self.gauge
+        always = self.store.capturing
         return Variant(
             mean=mean,
             stamped=bool(self.stamped),
-            begun=progress.begun or self.programs.sketches is None,
-            restarts=self._restarts() if self._resets else _NONE,
-            measures=bool(self.programs.shares)
-            and (progress.measured < _FIRST or progress.measured % _EVERY == 0),
-            noise=gauge is not None and gauge.measures(self.counters.compressed_steps + 1),
+            begun=self.progress.begun or self.programs.sketches is None,
+            measures=bool(self.programs.shares) and (always or self._measures_shares(1)),
+            noise=self.gauge is not None and (always or self._measures_noise(1)),
             reached=reached,
         )
 
-    def begin_message(self, variant: Variant) -> None:
-        """Count a message, and say on the device which it is, if that matters."""
-        self.counters.compressed_steps += 1
-        if variant.measures:
-            self.store[self.programs.share_step].fill_(self.progress.measured)
-        if variant.noise:
-            self.store[self.programs.noise_step].fill_(self.counters.compressed_steps)
+    def _measures_shares(self, messages: int) -> bool:
+        """Whether any of the next messages measures shares, if there are any to measure."""
+        first = self.progress.measured
+        return first < _FIRST or -first % _EVERY < messages
+
+    def _measures_noise(self, messages: int) -> bool:
+        first = self.counters.compressed_steps + 1
+        return any(map(NoiseGauge.measures, range(first, first + messages)))
+
+    def prepare_messages(self, messages: int, *, shares: bool, noise: bool) -> None:
+        """Do what the next message needs that depends on the host's counts. It happens before a
+        program, and before every replay of a CUDA graph that holds programs for several messages,
+        which then restart and measure alike.
+
+        Args:
+            shares, noise: whether programs measure these, unless their step is negative.
+        """
+        self.restart_feedback(messages)
+        if shares:
+            step = self.progress.measured if self._measures_shares(messages) else -1
+            self.store[self.programs.share_step].fill_(step)
+        if noise:
+            step = self.counters.compressed_steps + 1 if self._measures_noise(messages) else -1
+            self.store[self.programs.noise_step].fill_(step)
+
+    def restart_feedback(self, messages: int = 1) -> None:
+        """Restart the feedback whose period ends before any of the next messages from zero."""
+        done = self.progress.encodings
+        for start, period in self._periods.items():
+            if done and -done % period < messages:
+                self.residuals[start].zero_()
 
     def note_run(self, variant: Variant) -> None:
         """Note what a variant did to the state."""
@@ -320,16 +342,11 @@ class ReducerState:
         if noise and self.gauge is not None:
             self.gauge.load_state(state)
 
-    def _restarts(self) -> frozenset[int]:
-        """The periods of feedback that restarts now."""
-        done = self.progress.encodings
-        return frozenset(n for n in self._resets if done and done % n == 0) or _NONE
-
     @cached_property
-    def _resets(self) -> set[int]:
-        """After how many encodings feedback restarts."""
-        rules = self.programs.rules.values()
-        return {rule.restarts for rule in rules if rule.restarts is not None}
+    def _periods(self) -> dict[int, int]:
+        """After how many encodings feedback restarts, by the segment's first column."""
+        rules = self.programs.rules.items()
+        return {start: rule.restarts for start, rule in rules if rule.restarts is not None}
 
     @property
     def _steps(self) -> dict[str, str]:

@@ -75,6 +75,11 @@ class Store:
         self.flights.clear()
         self.workspace.clear()
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph captures the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def wait(self, flight: str) -> None:
         """Wait for a collective, if it is in flight."""
         work = self.flights.pop(flight, None)
@@ -190,7 +195,8 @@ class Replay:
         """
         if self._made_for != self._store.workspace.generation:
             self._take_scratch()
-        if self._store.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        capturing = self._store.capturing
+        if capturing:
             self._forget_records()  # a graph has buffers of its own
         addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
         if addresses != self._addresses:
@@ -224,6 +230,9 @@ class Replay:
                         if stream is None:
                             stream = call.recorded.current_stream()
                         call.recorded.start(stream)
+            if capturing:
+                for flight in list(self._store.flights):  # none can leave a graph
+                    self._store.wait(flight)
         except RuntimeError as error:
             self._store.drop()
             self._explain(call and call.step, error)

@@ -46,6 +46,7 @@ class ReplicaAverage:
             shard.record_stream(torch.cuda.current_stream(shard.device))
         names = self._reached()
         part = None if names is None else Part(self._reducer.plan, frozenset(names))
+        self._reducer.check_capture(waits=not self._shared())
         if not self._shared():
             self._waiting.add(self._whole(shard, part), part)
             shard.zero_()

@@ -69,6 +69,7 @@ class CompressedGroup(dist.ProcessGroup):
         rule: how it is compressed.
         wire_bytes: bytes that this rank sent so far by the collectives above.
         dense_bytes: bytes that torch's own would have sent.
+        captured_bytes: those of both that a replay of a CUDA graph sends.
     """
 
     def __init__(self, inner: dist.ProcessGroup, dimension: str, rule: DimensionRule) -> None:
@@ -80,6 +81,7 @@ class CompressedGroup(dist.ProcessGroup):
         self._coder_type = ExponentCoder if rule.codec.kind == "exact" else RowCoder
         self.dimension, self.rule = dimension, rule
         self.wire_bytes = self.dense_bytes = 0
+        self.captured_bytes = (0, 0)
         self._compresses = inner.size() > 1 and not is_disabled()
         self._had_forward = False
         GROUPS.add(self)
@@ -346,16 +348,21 @@ class CompressedGroup(dist.ProcessGroup):
         return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"
 
     def _count_natively(self, sent: int) -> None:
-        self.dense_bytes += sent
-        self.wire_bytes += sent
+        self._count(sent, sent)
+
+    def _count(self, wire: int, dense: int) -> None:
+        self.wire_bytes += wire
+        self.dense_bytes += dense
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            wire_before, dense_before = self.captured_bytes
+            self.captured_bytes = (wire_before + wire, dense_before + dense)
 
     def _started(
         self, what: str, pending: CodedWork, dense: int, given: list[Tensor], made: list[Tensor]
     ) -> dist.Work:
         """The work for torch, which in the end copies ``made`` to the caller's ``given``; torch's
         own collective would have sent ``dense`` bytes."""
-        self.dense_bytes += dense
-        self.wire_bytes += pending.work.wire_bytes
+        self._count(pending.work.wire_bytes, dense)
         finish = pending.finish
 
         def finish_and_copy() -> None:

@@ -7,7 +7,7 @@ mesh's dimension, and torch lets every dimension have a backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -56,10 +56,15 @@ class DimensionOptions(Backend.Options):
         self.dimension, self.rule, self.replaces = dimension, rule, replaces
 
 
+def live_groups() -> Collection[CompressedGroup]:
+    """This process's groups of backend ``tagc`` that were not destroyed."""
+    return GROUPS & dist.distributed_c10d._world.pg_map.keys()
+
+
 def bytes_by_dimension() -> dict[str, DimensionBytes]:
     """What this process's groups of backend ``tagc`` sent so far, by dimension."""
     total: dict[str, DimensionBytes] = {}
-    for group in GROUPS & dist.distributed_c10d._world.pg_map.keys():  # not those destroyed
+    for group in live_groups():
         wire, dense = astuple(total.get(group.dimension, DimensionBytes(0, 0)))
         sent = DimensionBytes(wire + group.wire_bytes, dense + group.dense_bytes)
         total[group.dimension] = sent

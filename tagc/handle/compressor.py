@@ -29,6 +29,7 @@ from tagc.checkpoint import (
 from tagc.collect import UnitGatherer
 from tagc.groups.mesh import bytes_by_dimension
 from tagc.handle.collectives import Collectives
+from tagc.handle.graphs import Graphs
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import LearningRateScaling, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan, UnitInfo
@@ -153,6 +154,7 @@ class Compressor(Handle):
         self._collectives = collectives
         self.reducers, self.replica_reducers = collectives.reducers, collectives.replica_reducers
         self.gatherers: Sequence[UnitGatherer] = collectives.gatherers
+        self._graphs = Graphs(units, collectives.all_reducers, self.gatherers, plan.policy)
         self._noise: NoiseFactors | None = None
         self._kept: list[LearningRateScaling] = []
 
@@ -342,6 +344,44 @@ class Compressor(Handle):
         """
         for gatherer in self.gatherers:
             gatherer.refresh()
+
+    @property
+    def steps_before_capture(self) -> int:
+        """Steps (forward and backward) that must still run before a CUDA graph can capture one:
+        those of the warm-up (``plan().warmup_steps``) and one more, which makes what later ones
+        use."""
+        return self._graphs.steps_left
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph holds a step, so that :meth:`before_replay` comes next."""
+        return self._graphs.captured
+
+    def before_capture(self) -> None:
+        """Get ready for the capture of a CUDA graph that holds one forward and backward, and for
+        the graph's first replay. Call it on all ranks right before the capture. FSDP2 only.
+
+        A graph repeats its messages at the same addresses. What changes between steps happens here
+        instead: changed parameters are sent if the policy sends changes (without overlap with the
+        forward, and in a capture that is an error), feedback restarts, counts advance, and errors
+        that the device found are raised. See docs/recipes.md.
+
+        Raises:
+            ValueError: if a graph cannot hold the collectives of this model and policy.
+            RuntimeError: if :attr:`steps_before_capture` is not 0; or for an error that the device
+                found.
+        """
+        self._graphs.before_capture()
+
+    def before_replay(self) -> None:
+        """Get ready for a replay of the graph, but for the first one, which
+        :meth:`before_capture` covers. Call it on all ranks before each of them. Without it, counts
+        and checkpoints are wrong, and changed parameters are not sent, which makes the result NaN.
+
+        Raises:
+            RuntimeError: if no graph was captured; or for an error that the device found.
+        """
+        self._graphs.before_replay()
 
     def drop_waiting(self) -> None:
         """Drop the gradients of micro-batches that wait inside hosts, or with ``replicas=`` inside

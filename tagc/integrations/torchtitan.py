@@ -30,7 +30,9 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
 
     It supports torchtitan 0.3, which shards the model into ``trainer.model_parts``, divides the
     loss itself, and saves ``trainer.checkpointer.states`` with ``torch.distributed.checkpoint`` if
-    ``checkpoint.enable`` is set. With pipeline stages, each part is wrapped separately.
+    ``checkpoint.enable`` is set. With pipeline stages, each part is wrapped separately. If the
+    trainer captures its steps in a CUDA graph, which is its default, the first steps run without
+    one: as many as :attr:`tagc.Compressor.steps_before_capture` says.
 
     Args:
         key: the residuals' key in a checkpoint; further parts have ``key_1`` and so on. To resume
@@ -42,8 +44,8 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
         ``trainer``.
 
     Raises:
-        ValueError: if the trainer lacks these attributes, already has such a key, or would capture
-            its steps in a CUDA graph; or as :func:`tagc.wrap` does.
+        ValueError: if the trainer lacks these attributes, or already has such a key; or as
+            :func:`tagc.wrap` does.
         tagc.PolicyError, RuntimeError: see :func:`tagc.wrap`.
     """
     parts, states = _parts_and_states(trainer)
@@ -51,7 +53,6 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
     taken = [name for name in keys if name in states]
     if taken:
         raise ValueError(f"the trainer's checkpoints already have {taken[0]!r}: pass another key")
-    _check_graphs(trainer, parts)
     for name, model in zip(keys, parts, strict=True):
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -59,6 +60,7 @@ def compress(trainer: Trainer, policy: Any = None, *, key: str = "tagc", **optio
                 module.set_force_sum_reduction_for_comms(True)
         wrap(model, policy, **options)
         states[name] = compressor(model)
+    _prepare_graphs(trainer, parts)
     return trainer
 
 
@@ -110,13 +112,31 @@ def _parts_and_states(trainer: Any) -> tuple[list[Any], dict[str, Any]]:
     return parts, states
 
 
-def _check_graphs(trainer: Any, parts: list[Any]) -> None:
-    """Refuse CUDA graphs: a graph would repeat the seeds, the warm-up and the decisions of the
-    captured step, and no counter would advance."""
+def _prepare_graphs(trainer: Any, parts: list[Any]) -> None:
+    """Let the trainer's CUDA graph, if there is one, be captured and replayed when tagc is ready.
+    torchtitan runs its function once, captures and replays it in the second call, and only replays
+    it from then on."""
     training = getattr(getattr(trainer, "config", None), "training", None)
     on_gpu = any(p.device.type == "cuda" for part in parts for p in part.parameters())
-    if on_gpu and getattr(training, "disable_cuda_graphs", True) is False:
+    if not on_gpu or getattr(training, "disable_cuda_graphs", True) is not False:
+        return
+    captured = getattr(trainer, "fwd_bwd_fn", None)
+    run = getattr(trainer, "_forward_backward_body", None)
+    if captured is None or run is None:
         raise ValueError(
-            "torchtitan would capture forward and backward in a CUDA graph, which would repeat one "
-            "step of tagc: set training.disable_cuda_graphs (--training.disable-cuda-graphs)"
+            "tagc does not know how this torchtitan captures forward and backward in a CUDA graph: "
+            "set training.disable_cuda_graphs (--training.disable-cuda-graphs)"
         )
+    handles = [compressor(model) for model in parts]
+
+    def forward_backward(*args: Any) -> Any:
+        if any(handle.steps_before_capture for handle in handles):
+            return run(*args)
+        for handle in handles:
+            if handle.is_captured:
+                handle.before_replay()
+            else:
+                handle.before_capture()
+        return captured(*args)
+
+    trainer.fwd_bwd_fn = forward_backward

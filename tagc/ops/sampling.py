@@ -2,7 +2,8 @@
 
 A step samples every ``stride``-th element, from another one in every step; the order repeats only
 after all of them. The last elements, fewer than a stride, are left out, so that a sample has the
-same size in every step.
+same size in every step. If the step's number is negative, nothing is learnt: a CUDA graph measures
+in all of its replays, of which only some count.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class LearnShare(Operator):
         sent = owed - _sampled(residual, step, self.stride)
         new = torch.stack(((sent * owed).sum(), owed.square().sum()))
         # Values that are not finite were not sent, and would stay in the averages for ever.
+        learns = new.isfinite().all() & (step >= 0)
         learnt = sums * _SHARE_DECAY + new * (1 - _SHARE_DECAY)
-        torch.where(new.isfinite().all(), learnt, sums, out=sums)
+        torch.where(learns, learnt, sums, out=sums)
         weights.copy_(weights_of(sums))
 
 
@@ -101,8 +103,9 @@ class CompareNoise(Operator):
         share = torch.stack(shares)
         new = torch.stack((torch.ones_like(share), share), dim=1)
         # Users see non-finite values in the gradient; here they (or 0 / 0) would stay for ever.
+        learns = share.isfinite()[:, None] & (step >= 0)
         learnt = sums * _NOISE_DECAY + new * (1 - _NOISE_DECAY)
-        torch.where(share.isfinite()[:, None], learnt, sums, out=sums)
+        torch.where(learns, learnt, sums, out=sums)
 
 
 def _noise_stride(start: int, stop: int) -> int:

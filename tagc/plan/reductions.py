@@ -27,7 +27,6 @@ from tagc.ops.launches import (
     Copy,
     Divide,
     Expand,
-    Fill,
     Pick,
     Put,
     Saturate,
@@ -64,9 +63,8 @@ class Variant:
         mean: whether sums are divided by the number of ranks.
         stamped: whether messages carry stamps; see :mod:`tagc.collect.lockstep`.
         begun: whether sketches have thresholds.
-        restarts: the :attr:`FeedbackRule.restarts` of the feedback that restarts from zero.
-        measures: whether shares are measured.
-        noise: whether noise is measured.
+        measures: whether shares are measured, unless their step is negative.
+        noise: whether noise is measured, unless its step is negative.
         reached: the parameters that the backward reached, if not all.
     """
 
@@ -75,7 +73,6 @@ class Variant:
     mean: bool = True
     stamped: bool = False
     begun: bool = True
-    restarts: frozenset[int] = frozenset()
     measures: bool = False
     noise: bool = False
     reached: frozenset[str] | None = None
@@ -413,12 +410,10 @@ class Reductions:
         if dithered:
             yield Launch(Advance(SEED_STEP), (seeds,))
         for span in encoding.messages.spans:
-            codec, rule = span.segment.codec, span.segment.codec.feedback
+            codec = span.segment.codec
             if isinstance(codec, SketchPlan):
                 continue
             part, residual = x[span.columns], self._residual(span.segment, encoding)
-            if residual is not None and rule is not None and rule.restarts in variant.restarts:
-                yield Launch(Fill(0.0), (residual,), codec.name)
             own = seeds.row(dithered.index(span)) if span in dithered else None
             launches = codec.encoding(part, message[span.words], residual, own)
             measured = self._starts.get(id(span.segment)) in self.shares

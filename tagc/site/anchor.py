@@ -35,7 +35,6 @@ from tagc.policy.roles import clean_name
 from tagc.policy.rules import OuterConfig, SitesConfig
 
 _MEAN = OuterConfig(rate=1, momentum=0)
-_NO_RESTARTS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +224,14 @@ class ChangeReducer(ReducerState):
         variant = Variant(
             messages=messages,
             begun=progress.begun or self.programs.sketches is None,
-            restarts=self._restarts() if self._resets else _NO_RESTARTS,
         )
         if variant not in self._bound:
             replay, sent = self._bind(self.programs.lower(variant)), Counters()
             sent.add(replay.sent)
             self._bound[variant] = replay, sent
         replay, sent = self._bound[variant]
+        if messages:
+            self.restart_feedback()
         row = change.view(1, -1)
         yield from replay.running(inp=row, out=row)
         self.store.workspace.clear()

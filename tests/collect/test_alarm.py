@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ def gpu() -> Iterator[Any]:
         **{name: getattr(torch, name) for name in ("bool", "inference_mode")},
     )
     device: Any = SimpleNamespace(type="cuda")
-    with patch.object(workspace, "torch", fake):
+    with patch.object(workspace, "torch", fake), patch.object(Store, "capturing", False):
         yield Store(device, Workspace(device))
 
 
@@ -79,6 +80,34 @@ def test_it_goes_off_a_few_rounds_later_and_then_always(wrong_at: int, others: i
         # Who ends a round notes its own flag a little before the round's copy.
         first = wrong_at + LAG + 2 - (others == 0 and wrong_at > 0)
         assert steps == list(range(first, 12) if wrong_at >= 0 else ())
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 5])
+def test_a_replayed_graph_makes_it_go_off(wrong_at: int) -> None:
+    """Its launches set the flag, but nothing notes that they may have."""
+    with gpu() as store:
+        alarm = Alarm("wrong", store, place("tested"))
+        flag = store.take(place("tested"))
+        with patch.object(Store, "capturing", True):
+            alarm.note()
+        steps = []
+        for step in range(12):
+            store.workspace.before_graph()
+            if raised(alarm):
+                steps.append(step)
+            if step == wrong_at:
+                flag.fill_(True)
+        assert steps == list(range(wrong_at + LAG + 1, 12))
+
+
+def test_buffers_that_a_graph_may_hold_stay() -> None:
+    for captured in (False, True):
+        space = Workspace(torch.device("cpu"))
+        if captured:
+            space.before_graph()
+        held = [weakref.ref(space.take("a", (size,), torch.float32)._base) for size in (3, 9)]
+        space.clear()
+        assert [buffer() is not None for buffer in held] == [captured, captured]
 
 
 @pytest.mark.parametrize("before", [1, LAG + 3])

@@ -269,26 +269,58 @@ def test_torchtitans_trainer_without_checkpoints(
     assert vars(checkpointer) == {"enable": False}
 
 
-def test_torchtitans_graphs_are_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchtitan, "compressor", lambda model: ("compressor of", model))
+class Graphed:
+    """A compressor that needs three steps before a capture, and notes its calls."""
+
+    def __init__(self) -> None:
+        self.steps_before_capture, self.is_captured = 3, False
+        self.calls: list[str] = []
+
+    def before_capture(self) -> None:
+        self.calls.append("before capture")
+
+    def before_replay(self) -> None:
+        self.calls.append("before replay")
+
+
+def test_torchtitans_graph(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a graph come first; then torchtitan warms up, captures and replays."""
+    handle = Graphed()
+    monkeypatch.setattr(torchtitan, "compressor", lambda model: handle)
 
     class OnGpu(nn.Module):
         def parameters(self, recurse: bool = True) -> Any:
             return iter([SimpleNamespace(device=torch.device("cuda"))])
 
+    def run(x: int) -> int:
+        handle.calls.append("run")
+        handle.steps_before_capture -= handle.steps_before_capture > 0
+        return x
+
+    def replay(x: int) -> int:
+        """As torchtitan's wrapper: runs once, then captures and replays, then only replays."""
+        handle.calls.append("warm up" if "warm up" not in handle.calls else "replay")
+        handle.is_captured = handle.calls[-1] == "replay"
+        return x
+
     def trainer(part: nn.Module, disabled: bool) -> SimpleNamespace:
         config = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=disabled))
         states = SimpleNamespace(states={})
-        return SimpleNamespace(model_parts=[part], checkpointer=states, config=config)
+        own = {"fwd_bwd_fn": replay, "_forward_backward_body": run}
+        return SimpleNamespace(model_parts=[part], checkpointer=states, config=config, **own)
 
-    with pytest.raises(
-        ValueError, match=r"set training\.disable_cuda_graphs \(--training\.disable-"
-    ):
-        torchtitan.compress(trainer(OnGpu(), disabled=False), "hybrid")
-    assert not calls
-    torchtitan.compress(trainer(OnGpu(), disabled=True), "hybrid")
+    graphed = torchtitan.compress(trainer(OnGpu(), disabled=False), "hybrid")
+    assert [graphed.fwd_bwd_fn(x) for x in range(6)] == [*range(6)]
+    capture = ["before capture", "warm up", "before capture", "replay", "before replay", "replay"]
+    assert handle.calls == ["run"] * 3 + capture
+    assert torchtitan.compress(trainer(OnGpu(), disabled=True), "hybrid").fwd_bwd_fn is replay
     # On a CPU torchtitan leaves graphs out, whatever the option says.
-    torchtitan.compress(trainer(nn.Linear(2, 2), disabled=False), "hybrid")
+    on_cpu = trainer(nn.Linear(2, 2), disabled=False)
+    assert torchtitan.compress(on_cpu, "hybrid").fwd_bwd_fn is replay
+    other = trainer(OnGpu(), disabled=False)
+    del other._forward_backward_body
+    with pytest.raises(ValueError, match=r"set training\.disable_cuda_graphs \(--training\.dis"):
+        torchtitan.compress(other, "hybrid")
 
 
 # Residuals beside a checkpoint
