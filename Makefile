@@ -96,6 +96,7 @@ gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limi
 	part tests.txt 200 "pytest -n 4 -rfEs -m gpu tests/triton tests/test_no_sync.py"; \
 	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json $(OUT)/kernels.jsonl --plots $(OUT)"; \
 	part rank.md 120 "benchmarks rank --json $(OUT)/rank.jsonl"; \
+	part captured.md 60 "benchmarks rank --width 512 --captured --policies hybrid thrifty --json $(OUT)/rank.jsonl"; \
 	PYTHONPATH="tests:$$PYTHONPATH" part ranks.txt 150 "nccl_ranks --seconds 110"; \
 	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
 

@@ -33,6 +33,7 @@ from .records import Record, add_outputs, machine, markdown, measured
 about = "one rank's steps of a large model on one device, without the network"
 
 DENSE = "FSDP2"
+CAPTURED = ", captured"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
@@ -115,9 +116,11 @@ def wrap(model: nn.Module, policy: str) -> None:
         reducer.counters.steps = reducer.plan.warmup_steps
 
 
-def train(policy: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
-    """Medians of a few steps, after ``settle`` others, with a sequence of ``tokens``; ``policy`` is
-    one of tagc, or :data:`DENSE`."""
+def train(name: str, device: torch.device, tokens: int, settle: int, width: int) -> Record:
+    """Medians of a few steps, after ``settle`` others, with a sequence of ``tokens``; ``name`` is a
+    policy of tagc, or :data:`DENSE`. With :data:`CAPTURED` after it, forward and backward are
+    replays of a CUDA graph."""
+    policy = name.removesuffix(CAPTURED)
     cuda = device.type == "cuda"
     model = sharded(device, width)
     found: Record = {}
@@ -127,6 +130,8 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
         found["wrap_s"] = round(time.perf_counter() - start, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = torch.randint(256, (1, tokens), device=device)
+    handle = None if policy == DENSE else tagc.compressor(model)
+    graph = None
 
     def synchronize() -> None:
         if cuda:
@@ -136,21 +141,35 @@ def train(policy: str, device: torch.device, tokens: int, settle: int, width: in
         """Seconds until it is done, and until the host has started everything."""
         synchronize()
         start = time.perf_counter()
-        model(batch).backward()
+        if graph is None:
+            model(batch).backward()
+        else:
+            if handle is not None:
+                handle.before_replay()
+            graph.replay()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=policy == name)  # a graph adds to the same gradients
         started = time.perf_counter() - start
         synchronize()
         return time.perf_counter() - start, started
 
     for _ in range(settle):
         step()
+    if policy != name:
+        captured = torch.cuda.CUDAGraph()
+        if handle is not None:
+            handle.before_capture()
+        with torch.cuda.graph(captured):
+            model(batch).backward()
+        captured.replay()
+        graph = captured
+        step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    before = 0 if policy == DENSE else tagc.compressor(model).metrics().wire_bytes
+    before = 0 if handle is None else handle.metrics().wire_bytes
     times = [step() for _ in range(_TIMED)]
-    if policy != DENSE:
-        sent = tagc.compressor(model).metrics().wire_bytes - before
+    if handle is not None:
+        sent = handle.metrics().wire_bytes - before
         found["gradients_gib"] = round(sent / _TIMED / 2**30, 2)
     done, started = (1e3 * statistics.median(part) for part in zip(*times, strict=True))
     found |= {"step_ms": round(done, 1), "host_ms": round(started, 1)}
@@ -206,6 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: %(default)s",
     )  # fmt: skip
     add("--settle", type=int, default=8, help="steps before; default: %(default)s")
+    add("--captured", action="store_true", help="run each one also as replays of a CUDA graph")
     add("--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s")
     add_outputs(parser, plots=False)
 
@@ -215,11 +235,15 @@ def run(args: argparse.Namespace) -> list[Record]:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
+    if args.captured and device.type != "cuda":
+        raise ValueError("a CPU captures no CUDA graph: leave out --captured")
     facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
 
-    def run_of(policy: str) -> Record:
+    def run_of(name: str) -> Record:
         with alone(args.ranks):
-            return train(policy, device, args.tokens, args.settle, args.width)
+            return train(name, device, args.tokens, args.settle, args.width)
 
-    runs = ((name, partial(run_of, name)) for name in (DENSE, *args.policies, DENSE))
+    ways = ("", CAPTURED) if args.captured else ("",)
+    names = [name + way for name in (DENSE, *args.policies, DENSE) for way in ways]
+    runs = ((name, partial(run_of, name)) for name in names)
     return measured("policy", runs, facts | machine(device), args.json)

@@ -51,6 +51,9 @@ SHIPPED = sorted(set(data_parallel_policies()) - {"auto"})
 POLICIES = sorted(SHIPPED, key=lambda name: name not in ("hybrid", "one-bit", "thrifty"))
 
 
+GRAPHED = ("hybrid", "thrifty", "one-bit", "stateless", "attn-only", "hosts")
+
+
 def blocks() -> Any:
     torch.manual_seed(1)
     model: Any = nn.Sequential()
@@ -145,6 +148,34 @@ def wrapped(way: Callable[..., Any], policy: str, ops: str, device: torch.device
     return left(model, tagc.compressor(model).state_dict())
 
 
+def captured(policy: str, ops: str, device: torch.device) -> Tensors:
+    """After 52 steps with the fast operators. Instead of the reference's steps, those without a
+    CUDA graph are the comparison."""
+    graphed = device.type == "cuda" and ops != "reference"
+    model = flat(policy, "triton" if device.type == "cuda" else "cpu", device)
+    handle, optimizer = tagc.compressor(model), adam(model)
+    for reducer in handle.reducers:
+        reducer.counters.steps = reducer.plan.warmup_steps
+    x, graph = torch.empty(5, 131, device=device), None
+    for step in range(52):
+        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x.copy_(torch.randn(5, 131, generator=seed))
+        if graph is not None:
+            handle.before_replay()
+            graph.replay()
+        elif graphed and step == 2:
+            graph = torch.cuda.CUDAGraph()
+            handle.before_capture()
+            with torch.cuda.graph(graph):
+                model(x).square().mean().backward()
+            graph.replay()
+        else:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return left(model, handle.state_dict())
+
+
 def sites(policy: str, ops: str, device: torch.device) -> Tensors:
     """After eight steps of two sites; in every other step an exchange is in flight."""
     mesh = ranks(device, 2, RANKS // 2)
@@ -233,6 +264,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 CASES: list[tuple[str, str, Callable[[str, str, torch.device], Tensors]]] = [
     ("hybrid", "flat", partial(wrapped, flat)),
+    *((policy, "captured", captured) for policy in GRAPHED),
     ("hybrid-3d", "groups", partial(groups, ("pp", "tp"), 8)),
     ("mz-hybrid", "groups", partial(groups, ("cp", "ep"), 0)),
     ("sites", "sites", sites),
