@@ -44,6 +44,7 @@ def test_few_blocks_are_not_run() -> None:
             ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")
             for library in ("Lightning", "transformers", "Accelerate", "torchtitan")
         ),
+        ("docs/recipes.md", "needs a GPU"),
         ("docs/sites.md", "needs 4 ranks"),
         ("docs/sites.md", "needs torchft and its lighthouse"),
     ]
