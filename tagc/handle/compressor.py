@@ -154,7 +154,10 @@ class Compressor(Handle):
         self._collectives = collectives
         self.reducers, self.replica_reducers = collectives.reducers, collectives.replica_reducers
         self.gatherers: Sequence[UnitGatherer] = collectives.gatherers
-        self._graphs = Graphs(units, collectives.all_reducers, self.gatherers, plan.policy)
+        self._graphs = Graphs([], [], [], {})  # nothing is installed
+        if not disabled:
+            reducers, dimensions = collectives.all_reducers, plan.policy.dimensions
+            self._graphs = Graphs(units, reducers, self.gatherers, dimensions)
         self._noise: NoiseFactors | None = None
         self._kept: list[LearningRateScaling] = []
 

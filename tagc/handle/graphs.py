@@ -6,12 +6,12 @@ capture and before every replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tagc.attach import Unit
 from tagc.collect import UnitGatherer, UnitReducer
 from tagc.groups.mesh import live_groups
-from tagc.policy import Policy
+from tagc.policy.rules import DimensionRule
 
 
 class Graphs:
@@ -22,9 +22,10 @@ class Graphs:
         units: Sequence[Unit],
         reducers: Sequence[UnitReducer],
         gatherers: Sequence[UnitGatherer],
-        policy: Policy,
+        dimensions: Mapping[str, DimensionRule],
     ) -> None:
-        self._units, self._reducers, self._policy = units, reducers, policy
+        """``dimensions`` are the policy's rules for groups of a mesh."""
+        self._units, self._reducers, self._dimensions = units, reducers, dimensions
         self._gathering = list(zip(units, gatherers, strict=bool(gatherers)))
         self._parts = [*gatherers, *reducers]
 
@@ -45,7 +46,7 @@ class Graphs:
                 "CUDA graphs can hold the collectives of tagc for FSDP2 only (fully_shard or "
                 "replicate): train without a graph"
             )
-        for dimension, rule in self._policy.dimensions.items():
+        for dimension, rule in self._dimensions.items():
             if rule.codec.kind == "exact":
                 raise ValueError(
                     f"with codec 'exact' the ranks of dimension {dimension!r} agree on the size of "
@@ -70,7 +71,7 @@ class Graphs:
 
     def before_replay(self) -> None:
         """See :meth:`tagc.Compressor.before_replay`."""
-        if not self.captured:
+        if self._reducers and not self.captured:
             raise RuntimeError(
                 "tagc: no CUDA graph was captured since tagc.wrap, or since the last call of "
                 "tagc.compressor(model).before_capture()"

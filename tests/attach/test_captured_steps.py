@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -325,6 +326,12 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         optimizer.step()
         with capturing():
             fails("cannot hold the changes of unit", lambda: step(model))
+
+    with patch.dict(os.environ, {"TAGC_DISABLE": "1"}), pytest.warns(UserWarning, match="DISABLE"):
+        handle = tagc.compressor(tagc.wrap(sharded("thrifty"), "thrifty"))
+    assert not handle.steps_before_capture
+    for call in (handle.before_capture, handle.before_replay):
+        call()  # the same program runs with and without compression
 
     replicated: Any = DistributedDataParallel(Block())
     wrap(replicated, gradients(QUANTIZED))
