@@ -67,68 +67,6 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def bits_of(index: np.ndarray, groups: int) -> list[int]:
-    """Groups in an int32 bitmap, ascending."""
-    words = index.astype(np.int64) & MASK
-    return [g for g in range(groups) if int(words[g // 32]) >> (g % 32) & 1]
-
-
-@dataclass
-class Row:
-    """One destination encoded."""
-
-    present: list[int]
-    poison: int
-    cells: list[int]
-    counts: tuple[int, int, int, int]  # above, non-zero, kept, kept and clipped somewhere
-    left: np.ndarray  # [n] float32, before rounding to the residual's dtype
-    bad: np.ndarray  # [n] bool, elements whose residual stays as it was
-
-
-def encode_row(
-    x: np.ndarray,
-    threshold: float,
-    step: float,
-    seed: int,
-    layout: Any,
-    levels: int,
-    capacity: int,
-    support: list[int] | None = None,
-) -> Row:
-    """Contract of ``Ops.encode`` for one destination, from float32 ``x`` ``[n]``."""
-    lanes, bits = layout.symbol.lanes, layout.symbol.bits
-    members = [range(g * lanes, min(len(x), (g + 1) * lanes)) for g in range(layout.groups)]
-    finite = [all(np.isfinite(x[j]) for j in m) for m in members]
-    size = [
-        max(abs(float(x[j])) for j in m) if ok else 0.0
-        for m, ok in zip(members, finite, strict=True)
-    ]
-    above = [g for g in range(layout.groups) if finite[g] and size[g] >= threshold]
-    nonzero = [g for g in range(layout.groups) if size[g] > 0]
-    if support is not None:
-        present = [g for g in support if finite[g]]
-    elif capacity < layout.groups:
-        present = sorted(sorted(above, key=lambda g: (-size[g], g))[:capacity])
-    else:
-        present = nonzero
-    cells = [0] * layout.cells
-    left = x.astype(np.float32).copy()
-    clipped = 0
-    for g in present:
-        # Quotient and product are exact in float64: the step is a power of two.
-        scaled = [float(x[j]) / step for j in members[g]]
-        clipped += any(abs(s) > levels for s in scaled)
-        q = [round(min(max(s, -levels), levels)) for s in scaled]
-        for j, lane in zip(members[g], q, strict=True):
-            left[j] = np.float32(float(x[j]) - lane * step)
-        for c in cells_of(g, seed, layout):
-            cells[c] += pack(q, bits)
-    cells = [signed(c, 32) for c in cells]
-    bad = np.array([not finite[j // lanes] for j in range(len(x))], dtype=bool)
-    counts = (len(above), len(nonzero), len(present), clipped)
-    return Row(present, int(not all(finite)), cells, counts, left, bad)
-
-
 @dataclass
 class Peeled:
     """Recovered and leftover keys of peeling."""
@@ -162,32 +100,6 @@ def peel(cells: list[int], keys: list[int], seed: int, layout: Any) -> Peeled:
         lonely = [c for c in sorted(touched) if len(holds[c]) == 1]
     stuck = [k for k in keys if k not in values]
     return Peeled(values, stuck, left, [len(held) for held in holds])
-
-
-def elements(symbol: int, step: float, layout: Any) -> np.ndarray:
-    """float32 elements ``[lanes]`` of a symbol sum."""
-    lanes = unpack(symbol, layout.symbol.lanes, layout.symbol.bits)
-    return np.array(lanes, dtype=np.float32) * np.float32(step)
-
-
-def shard(by_key: dict[int, np.ndarray], layout: Any) -> np.ndarray:
-    """``[n]`` float32 with the elements of some groups, zero elsewhere."""
-    out = np.zeros((layout.groups, layout.symbol.lanes), dtype=np.float32)
-    for k, v in by_key.items():
-        out[k] = v
-    return out.reshape(-1)[: layout.numel]
-
-
-def estimate(peeled: Peeled, seed: int, step: float, layout: Any) -> np.ndarray:
-    """Decode's addition to the residual for the groups that peeling left, ``[n]``."""
-    out = {}
-    for k in peeled.stuck:
-        shares = [
-            elements(peeled.left[c], step, layout).astype(np.float64) / peeled.degree[c]
-            for c in cells_of(k, seed, layout)
-        ]
-        out[k] = (sum(shares) / layout.hashes).astype(np.float32)
-    return shard(out, layout)
 
 
 def support(kind: str, groups: int, keys: int, rng: np.random.Generator) -> np.ndarray:
