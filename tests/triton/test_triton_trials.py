@@ -161,6 +161,7 @@ LARGE = (
 # Of every family of operators that launch.
 INTERPRETED = [
     "blocks 4 float32 float32, 1",
+    "blocks 4 float16 bfloat16, 3",
     "dithered 8 float16, 1",
     "matrix 1 8 float32 float32, 2",
     "sketch int8x4 bfloat16 bfloat16, 3",
