@@ -101,12 +101,13 @@ def sum_dense(t: dict[str, Any], o: dict[str, Any]) -> Results:
 
 def quantize_and_put(t: dict[str, Any], o: dict[str, Any]) -> Results:
     put = put_dense(t | {"message": t["whole"]}, {"layout": o["dense"]})
-    x = {name: None if t[name] is None else t[name].clone() for name in ("residual", "message")}
+    message = t["message"].clone()
+    residual = None if t["residual"] is None else t["residual"].clone()
     REFERENCE.quantize(
-        t["grad"], x["residual"], x["message"], layout=o["layout"], average=o["average"],
-        dither=t["dither"],
-    )  # fmt: skip
-    return {"whole": put.pop("message"), **put} | {n: y for n, y in x.items() if y is not None}
+        t["grad"], residual, message, layout=o["layout"], average=o["average"], dither=t["dither"]
+    )
+    found = {"whole": put.pop("message"), "message": message, **put}
+    return found if residual is None else found | {"residual": residual}
 
 
 def dequantize_and_sum(t: dict[str, Any], o: dict[str, Any]) -> Results:
