@@ -20,7 +20,7 @@ from support.block_net import RECOMPUTED, recomputing, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT, equal
 from support.gathering import gathering, recorded
-from support.marks import covering, slow
+from support.marks import covering
 from support.small_net import local_weights, loss_of, net, sharded, train
 from support.units import gathered
 from tagc.collect import CopyGatherer
@@ -120,23 +120,6 @@ def test_every_rank_has_the_copy_that_messages_make(
         assert torch.equal(rows, expected[id(unit)])
     assert exchanges == 2 * len(expected)
     assert any(lags)
-
-
-@on_ranks(2, slow(4))
-def test_what_two_bits_leave_out_comes_with_the_next(rank: int, world_size: int) -> None:
-    """An optimizer that changes everything once, and then nothing: the copy catches up."""
-    model = wrapped(delta(2), hosts_of(world_size))
-    loss_of(model, rank, 0).backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer.step()
-    optimizer.zero_grad()
-    errors = []
-    for _ in range(20):
-        errors.append(tagc.compressor(model).metrics().parameter_error)
-        evaluate(model, rank)
-        optimizer.step()
-    assert errors[0] > 1e-4
-    assert errors[-1] < errors[0] / 4
 
 
 @on_ranks()
