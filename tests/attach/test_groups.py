@@ -56,10 +56,10 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
     group = mesh.get_group()
     for dtype in (torch.float32, torch.bfloat16):
         means = torch.zeros(N)
-        for turn in range(64):
+        for turn in range(32):
             t = torch.full((N,), 0.3, dtype=dtype)
             t[::32] = 7  # the largest of each block, and 7 codes
-            t[1] = turn / 64  # other elements, other chance
+            t[1] = turn / 32  # other elements, other chance
             sent = t.expand(2, -1).contiguous()
             out = [torch.empty(N, dtype=dtype) for _ in range(2)]
             with tagc.activations():
@@ -67,10 +67,10 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
                 again = [torch.empty(N, dtype=dtype) for _ in range(2)]
                 dist.all_gather(again, sent[rank], group=group)
             assert torch.equal(torch.stack(out), torch.stack(again))
-            means += out[0].float() / 64
-        # 64 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
-        # the standard deviation is 0.0036.
-        assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.015
+            means += out[0].float() / 32
+        # 32 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
+        # the standard deviation is 0.0052.
+        assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.02
 
 
 @on_ranks(2)
