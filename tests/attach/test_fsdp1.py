@@ -174,6 +174,3 @@ def test_several_roots_in_a_plain_module(rank: int, world_size: int) -> None:
     torch.testing.assert_close(train(wrapped, rank, 2), train(native, rank, 2), **EXACT)
     tagc.compressor(wrapped).remove()
     assert all(module._comm_hook is None for module in FSDP.fsdp_modules(wrapped))
-
-
-# What is refused

@@ -50,7 +50,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
     results = []
     for ops in ("cpu", "cpu", "reference"):
         model = tagc.wrap(small_net.sharded(), EVERYTHING, ops=ops)
-        small_net.train(model, rank, 6)
+        small_net.train(model, rank, 4)
         results.append(local_weights(model))
         for reducer in tagc.compressor(model).reducers:
             sketch = sketch_of(reducer)
@@ -65,7 +65,7 @@ def test_training_is_reproducible(rank: int, world_size: int) -> None:
 # Numbers and names
 
 
-@on_ranks(2, 3, slow(4))
+@on_ranks(slow(2), 3, slow(4))
 def test_wire_bytes(rank: int, world_size: int) -> None:
     """Counted three ways: by the metrics, by the plan and from the tensors that collectives get.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -56,10 +56,10 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
     group = mesh.get_group()
     for dtype in (torch.float32, torch.bfloat16):
         means = torch.zeros(N)
-        for turn in range(64):
+        for turn in range(32):
             t = torch.full((N,), 0.3, dtype=dtype)
             t[::32] = 7  # the largest of each block, and 7 codes
-            t[1] = turn / 64  # other elements, other chance
+            t[1] = turn / 32  # other elements, other chance
             sent = t.expand(2, -1).contiguous()
             out = [torch.empty(N, dtype=dtype) for _ in range(2)]
             with tagc.activations():
@@ -67,10 +67,10 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
                 again = [torch.empty(N, dtype=dtype) for _ in range(2)]
                 dist.all_gather(again, sent[rank], group=group)
             assert torch.equal(torch.stack(out), torch.stack(again))
-            means += out[0].float() / 64
-        # 64 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
-        # the standard deviation is 0.0036.
-        assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.015
+            means += out[0].float() / 32
+        # 32 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
+        # the standard deviation is 0.0052.
+        assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.02
 
 
 @on_ranks(2)
@@ -388,57 +388,3 @@ def test_random_programs_where_receivers_must_know_lengths(rank: int, world_size
         for seed in range(8):
             off = wrong(programs(seed, world_size, 14, 0, 0), rank, group)
             assert not off, (seed, off)
-
-
-def moved(group: Any, rank: int, t: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What collectives that move elements return, and those that add up two."""
-    W, after, before = group.size(), (rank + 1) % group.size(), (rank - 1) % group.size()
-    gathered, exchanged, received = t.repeat(W), torch.empty_like(t), torch.empty_like(t)
-    shard, total = t.new_empty(len(t) // W), t.clone()
-    with tagc.activations():
-        all_gather(gathered, t, group=group)
-        dist.all_to_all_single(exchanged, t, group=group)
-        send = dist.P2POp(dist.isend, t, group=group, group_peer=after)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=before)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-        if W == 2:
-            reduce_scatter(shard, t, group=group)
-            dist.all_reduce(total, group=group)
-    return [gathered, exchanged, received], [shard, total] if W == 2 else []
-
-
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("on_nccl", [False, True])
-def test_exact_groups_have_the_bits_of_torchs_own(
-    rank: int, world_size: int, on_nccl: bool
-) -> None:
-    """Random bits, NaNs with payloads among them, on no rank, on one of them, and on all. What
-    fits takes 0.77 of bfloat16's bytes; what does not, a few more than it."""
-    native: Any = dist.new_group(list(range(world_size)))
-    group = mesh_of(world_size, bits=0).get_group()
-    n = 6 * 5000
-    generator = torch.Generator().manual_seed(rank)
-    calm = torch.randn(n, generator=generator).bfloat16()
-    calm[::7], calm[1] = -0.0, float("inf")
-    bits = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16)
-    for wild in ((), *((r,) for r in range(world_size)), range(world_size)):
-        t = bits.view(torch.bfloat16) if rank in wild else calm
-        before = bytes_by_dimension()["tp"]
-        with ExitStack() as stack:
-            if on_nccl:
-                stack.enter_context(as_on_nccl())
-                stack.enter_context(one_by_one(group, rank))
-            mine, mine_added = moved(group, rank, t)
-        theirs, theirs_added = moved(native, rank, t)
-        for a, b in zip(mine, theirs, strict=True):
-            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-        for a, b in zip(mine_added, theirs_added, strict=True):
-            same = (a.view(torch.int16) == b.view(torch.int16)) | (a.isnan() & b.isnan())
-            assert bool(same.all())
-        sent = bytes_by_dimension()["tp"]
-        ratio = (sent.wire_bytes - before.wire_bytes) / (sent.dense_bytes - before.dense_bytes)
-        if on_nccl:  # where any long message makes all long, and two ranks send what there is
-            assert (ratio < 0.86) == (not wild)
-        else:
-            assert 1 < ratio < 1.01 if rank in wild else ratio < 0.77

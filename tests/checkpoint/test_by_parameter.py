@@ -157,8 +157,12 @@ def spread(value: Tensor, place: ParamLocation) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["residual", "sent", "owner_residual"])
 @pytest.mark.parametrize("old", MESHES)
-@pytest.mark.parametrize("new", MESHES)
-def test_all_that_was_saved_is_taken_over_once(old: Mesh, new: Mesh, kind: str) -> None:
+def test_all_that_was_saved_is_taken_over_once(old: Mesh, kind: str) -> None:
+    for new in MESHES:
+        check_merge(old, new, kind)
+
+
+def check_merge(old: Mesh, new: Mesh, kind: str) -> None:
     generator = torch.Generator().manual_seed(old.ranks)
     ranks, whole = {}, torch.zeros(SHAPE, dtype=torch.float64)
     for rank in range(old.ranks):

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from support.distributed import run_ranks
@@ -176,25 +175,6 @@ def changed_values(
     return out
 
 
-def fuzz_checkpoint(rank: int, folder: Path, count: int) -> int:
-    """Checkpoints of torch's with changed bytes; how many were loaded all the same."""
-    draw, loaded = random.Random(8), 0
-    tested = Unit(CODECS[-1])
-    state = to_state_dict(tested.state.header(), *tested.state.take())
-    dcp.save({"tagc": state}, checkpoint_id=folder)
-    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
-    words = [b"cos\nsystem\n(S'true'\ntR.", b"\x8c\x02os\x94", b"\xff" * 8, b"\x80\x04", b"torch"]
-    for _ in range(count):
-        file = draw.choice(list(files))
-        file.write_bytes(mutated(files[file], words, draw))
-        if tested.load(lambda: open_checkpoint(folder, "tagc")):
-            loaded += 1
-            equal(tested.state.take().tensors, tested.before)
-        tested.reset()
-        file.write_bytes(files[file])
-    return loaded
-
-
 @by_count
 def test_state_files(count: int, tmp_path: Path) -> None:
     # What is loaded all the same was changed where it says nothing, as in the space of JSON.
@@ -206,12 +186,6 @@ def test_state_files(count: int, tmp_path: Path) -> None:
 def test_values_of_states(count: int, tmp_path: Path) -> None:
     (loaded,) = run_ranks(fuzz_values, 1, tmp_path, count // 2, timeout=200)
     assert 0 < loaded < count / 2
-
-
-@by_count
-def test_checkpoints(count: int, tmp_path: Path) -> None:
-    (loaded,) = run_ranks(fuzz_checkpoint, 1, tmp_path, count // 10, timeout=200)
-    assert loaded < count / 10
 
 
 def test_every_attack_on_an_index_is_refused(tmp_path: Path) -> None:

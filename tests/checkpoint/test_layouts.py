@@ -78,7 +78,8 @@ def cases() -> list[Any]:
                     case = policy, draw.choice(SAVERS), old, old if same else new
                     # With `replicate` the codecs are those of DDP.
                     rare = group is REPLICATE and policy not in ("quantized residual", "sketch")
-                    is_slow = rare or group is REPLICAS_OF_TENSOR
+                    many = max(old.ranks, new.ranks) > 4  # a larger pool of processes
+                    is_slow = rare or many or group is REPLICAS_OF_TENSOR
                     found.append(slow(*case) if is_slow else case)
     for i, name in enumerate(SHIPPED):
         dtypes = [torch.bfloat16] if name == "exact" else [None]
@@ -102,12 +103,12 @@ def of(policy: str, layout: Layout) -> dict[str, Any]:
 def saves(
     rank: int, layout: Layout, policy: dict[str, Any], saver: str, folder: Path
 ) -> tuple[Kept, dict[str, Tensor], dict[str, Any]]:
-    """What it kept, its weights, and what became of it two steps later."""
+    """What it kept, its weights, and what became of it a step later."""
     model = layout.wrapped(policy)
     layout.run(model, rank, range(3))
     save(model, folder, saver)
     weights, mine = local_weights(model), kept(model, layout.shapes)
-    layout.run(model, rank, range(3, 5))
+    layout.run(model, rank, range(3, 4))
     return mine, weights, snapshot(model)
 
 
@@ -128,12 +129,12 @@ def loads(
         set_weights(model, weights[rank])
         load(model, folder, saver)
     mine = kept(model, layout.shapes)
-    layout.run(model, rank, range(3, 5))
+    layout.run(model, rank, range(3, 4))
     assert tagc.compressor(model).metrics().unresolved == 0
     return mine, snapshot(model)
 
 
-@pytest.mark.some(24)
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("policy", "saver", "old", "new"), cases(), ids=str)
 def test_nothing_is_forgotten(
     tmp_path: Path, policy: str, saver: str, old: Layout, new: Layout
@@ -152,9 +153,7 @@ def test_nothing_is_forgotten(
     assert any(total.any() for found in before.values() for total in found) == owes
 
 
-@pytest.mark.parametrize(
-    "new", [Layout(4, "DDP", per_host=2), Layout(4, per_host=2), Layout(2, "replicate")], ids=str
-)
+@pytest.mark.parametrize("new", [Layout(4, "DDP", per_host=2), Layout(2, "replicate")], ids=str)
 def test_averages_that_owners_owed_become_sums(tmp_path: Path, new: Layout) -> None:
     """Where two shots become one, an average is worth as many gradients as there are ranks, however
     many of them have the same part of a parameter."""
@@ -198,8 +197,8 @@ def first_step(rank: int, layout: Layout, policy: Any) -> tuple[Kept, dict[str, 
     return kept(model, layout.shapes), grads
 
 
-IN_TWO_SHOTS = [*DDP, REPLICATE[0]]
-ONE_HOST_EACH = [FLAT[1], *FSDP1[1:], *TENSOR[:2]]
+IN_TWO_SHOTS = [DDP[0], REPLICATE[0]]
+ONE_HOST_EACH = [FLAT[1], FSDP1[1], TENSOR[1]]
 
 
 @pytest.mark.parametrize(

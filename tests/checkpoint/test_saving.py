@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.marks import covering
+from support.marks import covering, slow
 from support.states import POLICIES, run, shared_folder, wrapped
 from tagc.checkpoint import StateError, files
 from tagc.checkpoint.files import check_save, write_rank
@@ -288,7 +288,7 @@ def test_no_collective_from_the_first_file_on(rank: int, world_size: int) -> Non
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("gone", [0, 2])
+@pytest.mark.parametrize("gone", [slow(0), 2])
 def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int, gone: int) -> None:
     """It is stopped while it writes; others raise, and the former save stays."""
 

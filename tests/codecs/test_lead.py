@@ -193,6 +193,3 @@ def test_it_stores_the_last_sum_too() -> None:
     assert bytes_in_step(ahead) == bytes_in_step(plain)
     # A lead of all is none.
     assert matrix_plan(4, codec, leading(1)) == plain
-
-
-# Codec matrix

@@ -192,10 +192,10 @@ def test_steps_of_stationary_gradients_stay(rank: int, world_size: int, density:
     plan = codec_plan(world_size, codec)
     reducer = unit_reducer(plan)
     steps = []
-    for step in range(200):
+    for step in range(100):
         reduce(reducer, normal(world_size, plan.columns, step)[rank])
         steps.append(sketch_of(reducer).step.clone())
-    settled = torch.stack(steps[50:])
+    settled = torch.stack(steps[40:])
     assert bool((settled.amax(0) <= 4 * settled.amin(0)).all()), settled[::30].flatten(1)
 
 

@@ -31,7 +31,7 @@ from tagc.plan import build_plan, bytes_in_step, bytes_inside
 from tagc.policy import Policy
 
 SUM = dist.ReduceOp.SUM
-STEPS = 12
+STEPS = 8
 
 CODECS: dict[str, dict[str, Any]] = {
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 32},
@@ -153,7 +153,7 @@ def cases() -> list[Any]:
     return [(int(case[0].split()[1]), *case) for case in random.Random(0).sample(every, 160)]
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(12)
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "route", "codec", "feedback", "numbers"), cases())
 def test_nothing_is_lost(
@@ -208,7 +208,7 @@ def conserves(backward: Backward, accounts: Accounts, rank: int, draw: Callable)
     assert all(count.unresolved == 0 for count in reducer.selection_counts())
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(10)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "route", "codec", "feedback", "bad"),

@@ -117,7 +117,7 @@ def test_an_error_in_some_groups_of_replicas(rank: int, world_size: int) -> None
 # Gradients that are not finite
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "codec"),
@@ -132,12 +132,12 @@ def test_everyone_learns_of_a_loss_that_overflows(rank: int, world_size: int, co
         model = sharded(net(), mesh=mesh["shard"])
         spec, options = policy(codec, "gradients", "replicas"), {"replicas": mesh["replicate"]}
     wrap(model, spec, **options)
-    for step in range(4):
-        factor = math.inf if step == 2 and rank == world_size - 2 else 1.0
+    for step in range(3):
+        factor = math.inf if step == 1 and rank == world_size - 2 else 1.0
         (loss_of(model, rank, step) * factor).backward()
         # (A rank may own nothing of a small parameter.)
         grads = [g for g in local_grads(model).values() if g.numel()]
-        assert all(bool(g.isfinite().all()) == (step != 2) for g in grads)
+        assert all(bool(g.isfinite().all()) == (step != 1) for g in grads)
         assert all(bool(r.isfinite().all()) for r in residuals(model))
         model.zero_grad()
 
@@ -145,13 +145,13 @@ def test_everyone_learns_of_a_loss_that_overflows(rank: int, world_size: int, co
 # Skipped steps and loss scales
 
 
-@on_ranks(3)
+@on_ranks(2)
 @pytest.mark.parametrize(
     "codec", [c if c in ("quantized lead", "sketch") else slow(c) for c in WITH_RESIDUAL]
 )
 def test_residuals_follow_the_loss_scale(rank: int, world_size: int, codec: str) -> None:
     """Scales are powers of two, so unscaled gradients have the bits of a run without a scale."""
-    scales = (1.0, 1.0, 4.0, 4.0, 0.5, 1.0)
+    scales = (1.0, 4.0, 4.0, 0.5)
     runs = []
     for scaled in (False, True):
         model = wrap(sharded(net()), policy(codec))

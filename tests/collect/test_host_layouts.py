@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.distributed import as_on_nccl, on_ranks
+from support.distributed import as_on_nccl, on_ranks, run_ranks
 from tagc.collect.hosts import (
     RankOnHost,
     check_hosts,
@@ -89,12 +87,15 @@ def test_hosts_that_do_not_fit() -> None:
             check_hosts(wrong)  # type: ignore[arg-type]
 
 
+def identity(rank: int) -> str:
+    return host_identity()
+
+
 def test_a_host_is_its_name_and_its_boot() -> None:
-    text = "from tagc.collect.hosts import host_identity; print(host_identity())"
-    other = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == host_identity()
+    (other,) = run_ranks(identity, 1)  # another process
+    assert other == host_identity()
     with patch("socket.gethostname", lambda: "elsewhere"):
-        assert host_identity() != other.stdout.strip()
+        assert host_identity() != other
 
 
 @on_ranks(4)

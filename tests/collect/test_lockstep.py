@@ -107,9 +107,6 @@ def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: i
             reduce_part(reducer, buffer, {A} if differs else {C})
 
 
-SUM = dist.ReduceOp.SUM
-
-
 def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None

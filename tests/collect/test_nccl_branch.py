@@ -62,11 +62,11 @@ def trained(
     calls: Counter[str] | None = None,
     dtypes_of: Any = None,
 ) -> dict[str, Tensor]:
-    """Weights, and all that tagc would save, after three steps.
+    """Weights, and all that tagc would save, after two steps.
 
     Args:
         policy: a policy's name; None to train without tagc.
-        calls: counts the calls of the third step.
+        calls: counts the calls of the second step.
         dtypes_of: the policy whose dtypes the model has; by default its own.
     """
     options = gathered_in(dtypes_of or policy or "dense")
@@ -83,8 +83,8 @@ def trained(
         for reducer in tagc.compressor(model).reducers:
             reducer.counters.steps = reducer.plan.warmup_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        with Counted(calls) if calls is not None and step == 2 else nullcontext():
+    for step in range(2):
+        with Counted(calls) if calls is not None and step == 1 else nullcontext():
             seed = torch.Generator().manual_seed(10 * step + rank)
             model(torch.randn(5, 131, generator=seed)).square().mean().backward()
         optimizer.step()
@@ -120,7 +120,7 @@ def documented(policy: str, way: str) -> str:
     return line.strip("| ").split(" | ")[1 + WAYS.index(way)]
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)

@@ -179,7 +179,7 @@ def noted(rank: int, way: str, mixed_up: bool = False) -> Notes:
     return notes
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_unit_waits_for_its_own_collectives_only(way: str) -> None:
     ranks, _, at_once = WAYS[way]

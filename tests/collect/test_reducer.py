@@ -96,7 +96,7 @@ class Oracle:
         return sent.view(-1)[:n]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @on_ranks(slow(2), 3, slow(4))
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 @pytest.mark.parametrize(
@@ -152,6 +152,3 @@ def counts_at_steering() -> Iterator[list[Tensor]]:
 
     with patch.object(Steer, "bound", bound):
         yield seen
-
-
-# Training

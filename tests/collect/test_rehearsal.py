@@ -109,7 +109,7 @@ def called(
     return trained, set(rehearsed.calls)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rehearsal_calls_what_training_calls(name):
     for trained, rehearsed in run_ranks(called, 2, policy(name)):

@@ -26,7 +26,7 @@ from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
-examples = settings(deadline=None, max_examples=100, derandomize=True)
+examples = settings(deadline=None, max_examples=40, derandomize=True)
 number = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
     st.floats(-4, 4, width=32),
@@ -142,7 +142,7 @@ def mean_sent(x: Tensor, layout: BlockLayout, N: int) -> Tensor:
 def test_the_mean_is_right():
     """Codes of N seeds have the mean x / s: each is one of two neighbours, so the deviation of the
     mean is at most s / (2 sqrt N), and 6 of those are exceeded once in 10^9."""
-    N = 4000
+    N = 1000
     x = torch.linspace(-1, 1, 256)[None] * 7  # a scale of 1 in the outer blocks
     x[0, ::64] = 7.0
     mean = mean_sent(x, BlockLayout(numel=256, bits=4, block=64), N)
@@ -153,11 +153,11 @@ def test_the_largest_of_a_block_is_not_clipped():
     """A scale rounded to nearest would be too small for half of these, by up to 2^-9: their codes
     would be 7, whatever the dither, and the mean of 4000 too small."""
     N = 4000
-    x = torch.zeros(64, 32)
-    x[:, 3] = torch.linspace(7, 8, 64)
-    mean = mean_sent(x.reshape(1, -1), BlockLayout(numel=32 * 64, bits=4, block=32), N)
+    x = torch.zeros(16, 32)
+    x[:, 3] = torch.linspace(7, 8, 16)
+    mean = mean_sent(x.reshape(1, -1), BlockLayout(numel=32 * 16, bits=4, block=32), N)
     # A step is missed with a chance of at most 7 * 2^-7, so deviations are below 0.23 steps of 8/7.
-    off = (mean.view(64, 32)[:, 3] - x[:, 3]).abs().max()
+    off = (mean.view(16, 32)[:, 3] - x[:, 3]).abs().max()
     assert off <= 6 * 0.23 * 8 / 7 / math.sqrt(N)
 
 

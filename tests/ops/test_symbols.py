@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import oracle
 from tagc.ops.symbols import SYMBOLS, pack, resolve_symbol, unpack, wrap_int32
 
-examples = settings(deadline=None, max_examples=100, derandomize=True)
+examples = settings(deadline=None, max_examples=40, derandomize=True)
 by_name = pytest.mark.parametrize("symbol", SYMBOLS.values(), ids=lambda s: s.name)
 
 

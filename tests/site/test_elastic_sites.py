@@ -185,11 +185,11 @@ def test_without_faults_three_sites_are_those_of_a_group(
 def as_in_a_group(rank: int, world_size: int, rules: dict[str, Any]) -> None:
     """Parameters have the same bits."""
     site = joined(rank, world_size, rules)
-    train(site.model, site.optimizer, rank, range(15))
+    train(site.model, site.optimizer, rank, range(9))
     model = net()
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, rules)
-    train(model, optimizer, rank, range(15))
+    train(model, optimizer, rank, range(9))
     equal(local_weights(site.model), local_weights(model))
     assert site.handle.metrics().failed == 0
     assert handle.metrics().exchanges == site.handle.metrics().exchanges
@@ -374,6 +374,7 @@ def test_no_rank_trains_on_while_another_waits(rank: int, world_size: int) -> No
     site = ElasticSite(
         rank, world_size, [BOTH, Round((0, 1), failed=1), BOTH, BOTH], DELAYED, "FSDP2"
     )
+    site.manager.seconds = 4.0
     site.start()
     meet = site.exchange._members.meet
     met: list[Any] = []

@@ -19,6 +19,7 @@ from support.conservation import Accounts
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
+from support.marks import covering
 from support.parallel_net import Block, parallel
 from support.parallel_net import loss_of as loss_of_parallel
 from support.site_net import DENSE, FOUR_BITS, adam, inside, policy, train
@@ -184,8 +185,8 @@ def entering(anchor: Anchor, sites: int) -> Accounts:
     return accounts
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("codec", CODECS)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "codec"), covering((2, 3), CODECS))
 def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
     """What was handed out plus what is owed is the sum of all changes, and all anchors agree."""
     model = net()
@@ -194,15 +195,15 @@ def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
     anchors = handle.exchange_state.anchors
     for anchor in anchors:
         entering(anchor, world_size)
-    train(model, optimizer, rank, range(8))
+    train(model, optimizer, rank, range(6))
     assert handle.metrics().residual_norm > 0
     for anchor in anchors:
         for other in gathered(anchor.values):
             assert torch.equal(anchor.values, other)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("codec", CODECS)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "codec"), covering((3, 2), CODECS))
 def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: str) -> None:
     """As if each one were done before the next begins."""
     found = []
@@ -214,7 +215,7 @@ def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: st
             patch.setattr("tagc.site.anchor.AT_ONCE", at_once)
             handle = tagc.sites(model, optimizer, policy(CODECS[codec], every=2))
             assert len(handle.exchange_state.anchors) > 2
-            train(model, optimizer, rank, range(6))
+            train(model, optimizer, rank, range(4))
         found.append(handle.state_dict())
     equal(*found)
 

@@ -34,8 +34,10 @@ class ScriptedManager:
 
     Attributes:
         now: index of the round in progress.
+        seconds: for which a site waits for another.
     """
 
+    seconds = 20.0
     _use_async_quorum, _init_sync, _healing, _quorum_retries = False, True, False, 1
 
     def __init__(
@@ -72,7 +74,7 @@ class ScriptedManager:
         sites, site = self.round.sites, self.round.sites.index(self._site)
         store = self._store(f"meets {self._shard}")
         if self._other_sites():
-            self._group = bare_group(store, site, len(sites))
+            self._group = bare_group(store, site, len(sites), self.seconds)
         store.set(f"count of {site}", str(self._count))
         counts = [int(store.get(f"count of {i}")) for i in range(len(sites))]
         source = counts.index(max(counts))

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-QUICK, ALL = 200, 10_000
+QUICK, ALL = 100, 10_000
 # A hang is anything that takes this long; files are a few kilobytes.
 SECONDS = 5.0
 by_count = pytest.mark.parametrize("count", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ mistake in ``tagc.ops`` or ``tagc.ops.symbols`` cannot hide here, too. For small
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,127 +68,16 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def bits_of(index: np.ndarray, groups: int) -> list[int]:
-    """Groups in an int32 bitmap, ascending."""
-    words = index.astype(np.int64) & MASK
-    return [g for g in range(groups) if int(words[g // 32]) >> (g % 32) & 1]
-
-
-@dataclass
-class Row:
-    """One destination encoded."""
-
-    present: list[int]
-    poison: int
-    cells: list[int]
-    counts: tuple[int, int, int, int]  # above, non-zero, kept, kept and clipped somewhere
-    left: np.ndarray  # [n] float32, before rounding to the residual's dtype
-    bad: np.ndarray  # [n] bool, elements whose residual stays as it was
-
-
-def encode_row(
-    x: np.ndarray,
-    threshold: float,
-    step: float,
-    seed: int,
-    layout: Any,
-    levels: int,
-    capacity: int,
-    support: list[int] | None = None,
-) -> Row:
-    """Contract of ``Ops.encode`` for one destination, from float32 ``x`` ``[n]``."""
-    lanes, bits = layout.symbol.lanes, layout.symbol.bits
-    members = [range(g * lanes, min(len(x), (g + 1) * lanes)) for g in range(layout.groups)]
-    finite = [all(np.isfinite(x[j]) for j in m) for m in members]
-    size = [
-        max(abs(float(x[j])) for j in m) if ok else 0.0
-        for m, ok in zip(members, finite, strict=True)
-    ]
-    above = [g for g in range(layout.groups) if finite[g] and size[g] >= threshold]
-    nonzero = [g for g in range(layout.groups) if size[g] > 0]
-    if support is not None:
-        present = [g for g in support if finite[g]]
-    elif capacity < layout.groups:
-        present = sorted(sorted(above, key=lambda g: (-size[g], g))[:capacity])
-    else:
-        present = nonzero
-    cells = [0] * layout.cells
-    left = x.astype(np.float32).copy()
-    clipped = 0
-    for g in present:
-        # Quotient and product are exact in float64: the step is a power of two.
-        scaled = [float(x[j]) / step for j in members[g]]
-        clipped += any(abs(s) > levels for s in scaled)
-        q = [round(min(max(s, -levels), levels)) for s in scaled]
-        for j, lane in zip(members[g], q, strict=True):
-            left[j] = np.float32(float(x[j]) - lane * step)
-        for c in cells_of(g, seed, layout):
-            cells[c] += pack(q, bits)
-    cells = [signed(c, 32) for c in cells]
-    bad = np.array([not finite[j // lanes] for j in range(len(x))], dtype=bool)
-    counts = (len(above), len(nonzero), len(present), clipped)
-    return Row(present, int(not all(finite)), cells, counts, left, bad)
-
-
-@dataclass
-class Peeled:
-    """Recovered and leftover keys of peeling."""
-
-    values: dict[int, int]  # by key
-    stuck: list[int]
-    left: list[int]  # by cell
-    degree: list[int]  # by cell: keys left
-
-
-def peel(cells: list[int], keys: list[int], seed: int, layout: Any) -> Peeled:
-    """Peel in rounds, every key from a cell that held it alone at the start."""
-    left = list(cells)
-    where = {k: cells_of(k, seed, layout) for k in keys}
-    holds: list[set[int]] = [set() for _ in left]
-    for k, cs in where.items():
-        for c in cs:
-            holds[c].add(k)
-    values: dict[int, int] = {}
-    lonely = [c for c, held in enumerate(holds) if len(held) == 1]
-    while lonely:
-        found = sorted({k for c in lonely for k in holds[c]})
-        for k in found:
-            values[k] = next(left[c] for c in where[k] if holds[c] == {k})
-        touched = set()
-        for k in found:
-            for c in where[k]:
-                left[c] = signed(left[c] - values[k], 32)
-                holds[c].discard(k)
-                touched.add(c)
-        lonely = [c for c in sorted(touched) if len(holds[c]) == 1]
-    stuck = [k for k in keys if k not in values]
-    return Peeled(values, stuck, left, [len(held) for held in holds])
-
-
-def elements(symbol: int, step: float, layout: Any) -> np.ndarray:
-    """float32 elements ``[lanes]`` of a symbol sum."""
-    lanes = unpack(symbol, layout.symbol.lanes, layout.symbol.bits)
-    return np.array(lanes, dtype=np.float32) * np.float32(step)
-
-
-def shard(by_key: dict[int, np.ndarray], layout: Any) -> np.ndarray:
-    """``[n]`` float32 with the elements of some groups, zero elsewhere."""
-    out = np.zeros((layout.groups, layout.symbol.lanes), dtype=np.float32)
-    for k, v in by_key.items():
-        out[k] = v
-    return out.reshape(-1)[: layout.numel]
-
-
-def estimate(peeled: Peeled, seed: int, step: float, layout: Any) -> np.ndarray:
-    """Decode's addition to the residual for the groups that peeling left, ``[n]``."""
-    out = {}
-    for k in peeled.stuck:
-        shares = [
-            elements(peeled.left[c], step, layout).astype(np.float64) / peeled.degree[c]
-            for c in cells_of(k, seed, layout)
-        ]
-        out[k] = (sum(shares) / layout.hashes).astype(np.float32)
-    return shard(out, layout)
+def two_core(keys: list[int], seed: int, layout: Any) -> list[int]:
+    """The keys that peeling leaves: each of their cells holds another one of them."""
+    left = sorted(keys)
+    while True:
+        cells = {key: cells_of(key, seed, layout) for key in left}
+        held = Counter(cell for some in cells.values() for cell in some)
+        shared = [key for key in left if all(held[cell] > 1 for cell in cells[key])]
+        if shared == left:
+            return left
+        left = shared
 
 
 def support(kind: str, groups: int, keys: int, rng: np.random.Generator) -> np.ndarray:
@@ -226,11 +116,8 @@ def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
 class Quantized:
     """A row quantized in blocks."""
 
-    words: list[int]  # the message
     scale: np.ndarray  # [blocks] float32
     q: np.ndarray  # [blocks, block] int64
-    left: np.ndarray  # [n] float32, the rounding error of the codes
-    bad: np.ndarray  # [n] bool, elements of blocks that hold something not finite
 
 
 def dither_of(seed: int, n: int) -> np.ndarray:
@@ -251,7 +138,7 @@ def rounded_up(s: np.ndarray) -> np.ndarray:
 
 
 def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> Quantized:
-    """Contract of ``BlockOps.quantize`` from float32 ``x`` ``[n]``, up to the residual.
+    """Codes and scales of ``BlockOps.quantize`` for float32 ``x`` ``[n]``.
 
     With a seed, codes are dithered.
 
@@ -280,19 +167,7 @@ def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) 
         v = dither_of(seed, wide.size).reshape(wide.shape)
         clipped = np.where(exact > 0, (clipped + v).astype(np.float32), 0.0)
     q = np.rint(clipped).astype(np.int64)
-    left = wide - q * exact
-    assert seed is not None or np.array_equal(left.astype(np.float32), left)
-    scale = np.where(finite, s, np.float32(np.nan))
-    halves = [0x7FC0 if np.isnan(v) else int(v.view(np.uint32)) >> 16 for v in scale]
-    halves += [0] * (len(halves) % 2)
-    words = [signed(halves[i] | halves[i + 1] << 16, 32) for i in range(0, len(halves), 2)]
-    m = block * bits // 32
-    for row in q.tolist():
-        for j in range(m):
-            digits = [row[i * m + j] % 2**bits << bits * i for i in range(32 // bits)]
-            words.append(signed(sum(digits), 32))
-    flat = left.reshape(-1)[:n].astype(np.float32)
-    return Quantized(words, scale, q, flat, np.repeat(~finite, block)[:n])
+    return Quantized(np.where(finite, s, np.float32(np.nan)), q)
 
 
 def elements_of(row: Quantized, n: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 A trial has one format and pair of dtypes, in all sizes that may trip a kernel, with inputs of every
 kind, made by :mod:`tagc.selfcheck`; `support/edges.py` has others, where the arithmetic gets tight.
-Tests compare the reference with the contract, and every implementation with the reference.
+Tests compare every implementation with the reference.
 """
 
 from __future__ import annotations

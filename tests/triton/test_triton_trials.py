@@ -1,7 +1,6 @@
 """The Triton operators give the bits of the reference, on the table of operators' cases.
 
-Every case runs interpreted on the CPU, compiled and emulated, and, where there is a GPU, natively
-(``-m gpu``).
+Every case runs interpreted on the CPU, and, where there is a GPU, natively (``-m gpu``).
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ def long_rows() -> Iterator[Case]:
 for of_format in trials(SIZES):
     for one in of_format.parts(SIZES):
         case(one)
-OF_TABLE = len(CASES)
 # Thousands of programs: only a GPU runs them.
 MANY = [trial for trial in edges() if "largest row" in trial.name]
 for trial in edges():
@@ -144,24 +142,24 @@ def _(device: str) -> None:
     check_lag_in_place(kernels("ops"), device)
 
 
-# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
+# --- interpreted in a process of its own, or natively -----------------------------------------
 
-FEW = (
+# Of every family of operators that launch.
+INTERPRETED = [
+    "blocks 4 float32 float32, 1",
     "blocks 4 float16 bfloat16, 3",
-    "matrix 1 8 float32 float32, 1",
-    "matrix 2 1 float16 bfloat16, 1",
+    "dithered 8 float16, 1",
+    "matrix 1 8 float32 float32, 2",
+    "sketch int8x4 bfloat16 bfloat16, 3",
+    "exact float16 2, 1",
+    "exponents bfloat16, 2",
     "lag bfloat16, 3",
-    "dense bfloat16 float32, 1",
+    "fingerprint bfloat16, 1",
+    "dense bfloat16 bfloat16, 2",
+    "merged bfloat16 float32, 3",
     "steer 0, 1",
-)
-# Each compiles for ten seconds.
-LARGE = (
-    "sketch int8x4 bfloat16 bfloat16, 2",
-    "sketch: a cell for each group, and groups that are put off",
-)
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
-    __file__, *FEW, more=LARGE, interpreted=list(CASES)[:OF_TABLE:16]
-)
+]
+outcome, test_interpreted, test_on_a_gpu = CASES.tests(__file__, INTERPRETED)
 
 
 def test_the_least_partition_of_packed_entries():
