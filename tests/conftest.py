@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +64,41 @@ def runs_all(config: pytest.Config) -> bool:
     return everywhere and not config.getoption("collectonly")
 
 
+@pytest.fixture
+def emulation(record_property: Any) -> Callable[..., Any]:
+    """Context in which kernels are compiled and emulated, and counted for the summary; its
+    arguments are those of ``device.ptx.launch.emulated``."""
+    from device.ptx.launch import emulated
+
+    @contextlib.contextmanager
+    def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with emulated(*args, **kwargs) as done:
+            try:
+                yield done
+            finally:
+                several = sum(done.several.values())
+                record_property("emulated", [sum(done.launches.values()), several])
+                record_property("variants", sorted(done.variants))
+
+    return counting
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Count the launches of the tests without a GPU, in all processes."""
-    reports = [
-        (report, dict(getattr(report, "user_properties", ())))
-        for found in terminalreporter.stats.values()
-        for report in found
-        if getattr(report, "when", "") == "call"
-    ]
-    launches = [
-        (report, found["interpreted"]) for report, found in reports if "interpreted" in found
-    ]
-    if launches:
-        total, several = (sum(counts[i] for _, counts in launches) for i in (0, 1))
-        failed = sum(report.failed for report, _ in launches)
-        terminalreporter.write_line(
-            f"kernels interpreted: {len(launches)} tests, {total} launches checked for races, "
-            f"{several} of several programs; {failed} tests with a fault"
-        )
+    reports = [r for found in terminalreporter.stats.values() for r in found]
+    for layer in ("interpreted", "emulated"):
+        tests, failed, launches, several, variants = 0, 0, 0, 0, set()
+        for report in reports:
+            found = dict(getattr(report, "user_properties", ()))
+            if layer in found and report.when == "call":
+                tests += 1
+                failed += report.failed
+                launches += found[layer][0]
+                several += found[layer][1]
+                variants.update(found.get("variants", ()))
+        if tests:
+            compiled = f", {len(variants)} variants of PTX" if variants else ""
+            terminalreporter.write_line(
+                f"kernels {layer}: {tests} tests, {launches} launches checked for races, "
+                f"{several} of several programs{compiled}; {failed} tests with a fault"
+            )

@@ -3,7 +3,7 @@
 By itself the interpreter runs programs one after the other, first to last, which hides that one
 needs what another writes. Here they run reversed, in random order, or interleaved: several at a
 time, and at every access of memory another one may go on. Accesses are recorded and a launch fails
-on one outside of its tensors and on races, see :mod:`.races`. The interpreter knows no threads:
+on one outside of its tensors and on races, see :mod:`.ptx.races`. The interpreter knows no threads:
 element ``i`` of a tensor is taken to belong to the thread of element ``i`` of every other.
 """
 
@@ -25,8 +25,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from .faults import KernelError, OutOfBoundsError, RaceError
-from .races import Access, Watch
+from .ptx.faults import KernelError, OutOfBoundsError, RaceError
+from .ptx.races import Access, Watch
 
 ORDERS = ("reversed", "random", "interleaved")
 # Elements of a program at most.
@@ -43,7 +43,7 @@ class Launch:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self._begins = np.array(sorted(begin for begin in storages if begin), np.int64)
         self._bytes = [_bytes(storages[int(begin)]) for begin in self._begins]
-        self._watches = [Watch(len(data)) for data in self._bytes]
+        self._watches = [Watch(len(data), shared=False) for data in self._bytes]
         self._now = 0
         self._since: Counter[Any] = Counter()
         self._programs: dict[Any, int] = {}
@@ -96,7 +96,7 @@ class Launch:
     def _who(self, number: int, program: Any, lanes: Array, where: str) -> Access:
         since = np.full(len(lanes), self._since[program])
         return Access(
-            lanes + number * _LANES, np.full(len(lanes), number), since, self._now,
+            lanes + number * _LANES, np.full(len(lanes), number), since, since, self._now,
             self._lines.index(where), _LANES,
         )  # fmt: skip
 

@@ -1,7 +1,9 @@
-"""Cases for Triton kernels: run interpreted in a process of their own, or natively on a GPU.
+"""Cases for Triton kernels: run interpreted in a process of their own, compiled and emulated, or
+natively on a GPU.
 
 A case is a function that takes a device. Triton decides at import whether it interprets, so
-interpreted cases run as ``python <test file> <results>`` and report to a file.
+interpreted cases run as ``python <test file> <results>`` and report to a file. Compiled ones run in
+the tests' own process, inside ``device.ptx.launch.emulated``.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,23 @@ class Cases(dict[str, Callable[[str], None]]):
 
         return register
 
-    def tests(self, file: str, interpreted: Sequence[str]) -> tuple[Any, Any, Any]:
-        """Make a test file's tests: the fixture ``outcome``, ``test_interpreted`` and
-        ``test_on_a_gpu``. The file must assign them to these names.
+    def tests(
+        self, file: str, *few: str, more: tuple[str, ...] = (), interpreted: list[str]
+    ) -> tuple[Any, Any, Any, Any]:
+        """Make a test file's tests: the fixture ``outcome``, ``test_interpreted``,
+        ``test_compiled`` and ``test_on_a_gpu``. The file must assign them to these names.
 
         Args:
             file: ``__file__``.
-            interpreted: cases that `make test` interprets; `make test-device` does so with all.
+            few: cases that `make test` emulates for sm_90, and `make test-device` for sm_80, too.
+            more: others that `make test-device` emulates for sm_80.
+            interpreted: those that `make test` interprets.
         """
-        assert {*interpreted} <= {*self}, {*interpreted} - {*self}
+        assert {*few, *more} <= {*self}, {*few, *more} - {*self}
         device, name = pytest.mark.device, Path(file).stem
         some = [pytest.param(n, marks=[] if n in interpreted else [device]) for n in self]
+        emulated = [pytest.param(n, 90, marks=[] if n in few else [device]) for n in self]
+        emulated += [pytest.param(n, 80, marks=[device]) for n in (*few, *more)]
 
         @pytest.fixture(scope="session")
         def outcome(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
@@ -61,12 +69,18 @@ class Cases(dict[str, Callable[[str], None]]):
             record_property("interpreted", outcome[name]["launches"])
             assert not outcome[name]["failure"], outcome[name]["failure"]
 
+        @pytest.mark.timeout(600)
+        @pytest.mark.parametrize(("name", "arch"), emulated)
+        def test_compiled(emulation: Any, name: str, arch: int) -> None:
+            with emulation(arch):
+                self[name]("cpu")
+
         @pytest.mark.gpu
         @pytest.mark.parametrize("name", self)
         def test_on_a_gpu(name: str) -> None:
             self[name]("cuda")
 
-        return outcome, test_interpreted, test_on_a_gpu
+        return outcome, test_interpreted, test_compiled, test_on_a_gpu
 
     def main(self, results: Path) -> None:
         """Run the cases named in ``results``, interpreted, and write there ``{name: outcome}``.

@@ -1,6 +1,7 @@
 """The Triton operators give the bits of the reference, on the table of operators' cases.
 
-Every case runs interpreted on the CPU, and, where there is a GPU, natively (``-m gpu``).
+Every case runs interpreted on the CPU, compiled and emulated, and, where there is a GPU, natively
+(``-m gpu``).
 """
 
 from __future__ import annotations
@@ -142,8 +143,21 @@ def _(device: str) -> None:
     check_lag_in_place(kernels("ops"), device)
 
 
-# --- interpreted in a process of its own, or natively -----------------------------------------
+# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
 
+FEW = (
+    "blocks 4 float16 bfloat16, 3",
+    "matrix 1 8 float32 float32, 1",
+    "matrix 2 1 float16 bfloat16, 1",
+    "lag bfloat16, 3",
+    "dense bfloat16 float32, 1",
+    "steer 0, 1",
+)
+# Each compiles for ten seconds.
+LARGE = (
+    "sketch int8x4 bfloat16 bfloat16, 2",
+    "sketch: a cell for each group, and groups that are put off",
+)
 # Of every family of operators that launch.
 INTERPRETED = [
     "blocks 4 float32 float32, 1",
@@ -159,7 +173,9 @@ INTERPRETED = [
     "merged bfloat16 float32, 3",
     "steer 0, 1",
 ]
-outcome, test_interpreted, test_on_a_gpu = CASES.tests(__file__, INTERPRETED)
+outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
+    __file__, *FEW, more=LARGE, interpreted=INTERPRETED
+)
 
 
 def test_the_least_partition_of_packed_entries():

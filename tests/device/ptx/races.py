@@ -1,8 +1,10 @@
 """Races: two accesses of one place by different threads, one of them a change, in no order.
 
-Programs are never ordered. Threads of a program are ordered by barriers. Atomic operations and
-volatile reads (which are relaxed ones) never race with each other. A store of what the place holds
-already is no race, as when several programs raise the same flag.
+Programs are never ordered. Threads of a program are ordered by barriers: an access comes before
+those of other warps after the next ``bar.sync``, and before those of other lanes of its warp after
+that or the next ``bar.warp.sync``. Atomic operations and volatile reads (``ld.volatile`` is a
+relaxed read) never race with each other. A store of what the place holds already is no race, as
+when several programs raise the same flag.
 
 Worked example: thread 0 stores to place 7 at time 3, thread 40 reads it. With no barrier since
 time 3 that is a race; after a barrier at time 4 it is not.
@@ -39,7 +41,7 @@ class Access:
     Attributes:
         thread: number in the launch, per lane.
         program: number in the launch, per lane.
-        since: time of the last barrier of the program, per lane.
+        since: time of the last barrier of the program, per lane; ``warp_since``: of the warp.
         now: time.
         code: place in the code.
         threads: of a program.
@@ -48,6 +50,7 @@ class Access:
     thread: Array
     program: Array
     since: Array
+    warp_since: Array
     now: int
     code: int
     threads: int
@@ -62,19 +65,22 @@ class _Track:
     """The accesses of one kind: per place the latest, the one before by another thread, and the
     program."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, shared: bool) -> None:
         self.last = np.full(places, _NONE, np.int64)
         self.other = np.full(places, _NONE, np.int64)
-        self.program = np.full(places, _NONE, np.int32)
+        # Shared memory has but one program.
+        self.program = None if shared else np.full(places, _NONE, np.int32)
 
     def races(self, cell: Array, a: Access) -> Array:
         """Stamps of accesses that race, ``_NONE`` where there are none."""
         found = np.where(_unordered(self.last[cell], a), self.last[cell], _NONE)
         other = self.other[cell]
         found = np.where(_unordered(other, a), other, found)
-        who = self.program[cell]
-        foreign = (who == _SEVERAL) | ((who >= 0) & (who != a.program))
-        return np.where(foreign & (found == _NONE), self.last[cell], found)
+        if self.program is not None:
+            who = self.program[cell]
+            foreign = (who == _SEVERAL) | ((who >= 0) & (who != a.program))
+            found = np.where(foreign & (found == _NONE), self.last[cell], found)
+        return found
 
     def record(self, cell: Array, a: Access) -> None:
         """Keep the lanes' accesses."""
@@ -86,11 +92,12 @@ class _Track:
         # Of several lanes at one place one is kept; another is the other.
         lost = self.last[cell] != stamp
         self.other[cell[lost]] = stamp[lost]
-        who = self.program[cell]
-        several = (who == _SEVERAL) | ((who >= 0) & (who != a.program))
-        self.program[cell] = np.where(several, _SEVERAL, a.program)
-        mixed = self.program[cell] != np.where(several, _SEVERAL, a.program)
-        self.program[cell[mixed]] = _SEVERAL
+        if self.program is not None:
+            who = self.program[cell]
+            several = (who == _SEVERAL) | ((who >= 0) & (who != a.program))
+            self.program[cell] = np.where(several, _SEVERAL, a.program)
+            mixed = self.program[cell] != np.where(several, _SEVERAL, a.program)
+            self.program[cell[mixed]] = _SEVERAL
 
 
 def _thread(stamp: Array) -> Array:
@@ -101,14 +108,15 @@ def _unordered(stamp: Array, a: Access) -> Array:
     """Whether accesses of the past are by others, and not ordered by a barrier."""
     thread, time = _thread(stamp), stamp >> (_THREAD + _CODE)
     same_program = thread // a.threads == a.program
-    return (stamp >= 0) & (thread != a.thread) & (~same_program | (time >= a.since))
+    since = np.where(thread // 32 == a.thread // 32, a.warp_since, a.since)
+    return (stamp >= 0) & (thread != a.thread) & (~same_program | (time >= since))
 
 
 class Watch:
     """All accesses of a region."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, places: int, *, shared: bool) -> None:
+        self._places, self._shared = places, shared
         self._tracks: dict[str, _Track] = {}
 
     def find(self, kind: str, cell: Array, a: Access) -> tuple[Array, Array, Array]:
@@ -127,5 +135,10 @@ class Watch:
     def record(self, kind: str, cell: Array, a: Access) -> None:
         """Keep accesses."""
         if kind not in self._tracks:
-            self._tracks[kind] = _Track(self._places)
+            self._tracks[kind] = _Track(self._places, self._shared)
         self._tracks[kind].record(cell, a)
+
+    def unwritten(self, cell: Array) -> Array:
+        """Places that nobody wrote."""
+        track = self._tracks.get("write")
+        return np.full(cell.shape, True) if track is None else track.last[cell] == _NONE

@@ -1,0 +1,73 @@
+"""On an emulated device `wrap` compiles the kernels, runs them, and sees a wrong one."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import tagc
+from tagc.handle.collectives import make_ready
+from tagc.ops import get_ops
+from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
+from tagc.selfcheck import KernelError
+from tagc.selfcheck.inputs import PLACEMENTS
+
+from .ptx.launch import emulated
+
+pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+CPU = torch.device("cpu")
+
+
+def plan() -> Plan:
+    """A unit with a segment in 4 bits, whose parameters travel in 8."""
+    shapes = {"a.weight": (32, 64), "b.bias": (32,)}
+    params = tuple(
+        UnitParam(name=name, shape=shape, columns=math.prod(shape) // 2)
+        for name, shape in shapes.items()
+    )
+    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=params)
+    when = {"name": ["a.*"]}
+    policy: dict[str, Any] = {
+        "schema": 1,
+        "gradients": [
+            {
+                "when": when,
+                "codec": {"kind": "quantized", "bits": 4, "block": 32},
+                "feedback": {"kind": "residual", "dtype": "bfloat16"},
+            }
+        ],
+        "parameters": [{"when": when, "codec": {"kind": "quantized", "bits": 8}}],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return build_plan([info], tagc.Policy.load(policy), gathers=[info])
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
+
+
+def test_kernels_are_compiled_and_checked_before_the_first_step():
+    with emulated() as done:
+        said = make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
+    assert said is not None
+    assert said.startswith("kernels: 4 kinds of calls give the reference's bits")
+    # Of gradients and of parameters, wherever tensors lie.
+    each = 2 * len(PLACEMENTS)
+    assert done.launches == {"quantize_kernel": each, "dequantize_kernel": each}
+
+
+def test_a_wrong_kernel_is_refused():
+    def wrong(ptx: str) -> str:
+        return ptx.replace("min.f32", "max.f32", 1)
+
+    with (
+        emulated(change=wrong),
+        pytest.raises(KernelError, match=r"quantize_and_put\(.*: aligned: \d+ of \d+ elements of"),
+    ):
+        make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
