@@ -1,5 +1,5 @@
-"""Text in words, and in byte pairs: those are made once and kept in a file, for models larger than
-bytes or words suit.
+"""Text as bytes, in words, and in byte pairs, which are made once and kept in a file, for models
+larger than bytes or words suit.
 
     python -m benchmarks.tokens runs/text/tokens.npz /usr/share/man/man? /usr/share/perl
 
@@ -18,18 +18,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from examples.text import Corpus
+from examples.text import Corpus, library_files, split
 
 TEXT = {".py", ".pm", ".pl", ".pod", ".rst", ".txt", ".md", ".html", ".gz"}
 BLOCK = 4096  # tokens
 # Names and numbers, runs of white space, and any other character by itself.
 _TOKEN = re.compile(rb"\w+|\s+|.", re.DOTALL)
+_DOCSTRING = re.compile(rb'"""(.*?)"""', re.DOTALL)
 RARE = 0
 """The token of all words that are not among the most frequent."""
 
@@ -58,6 +60,15 @@ def texts(folders: Iterable[Path], most: int) -> list[str]:
         if size > most:
             break
     return [raw.decode(errors="ignore") for raw in found]
+
+
+def documentation() -> Corpus:
+    """Prose instead of source code: what ``help`` knows of Python, and the standard library's
+    docstrings, as bytes."""
+    pages = [topics[name].encode() for name in sorted(topics)]
+    for file in library_files():
+        pages += _DOCSTRING.findall(file.read_bytes())
+    return split("Python's documentation", b"\n".join(pages))
 
 
 def in_words(corpus: Corpus, vocabulary: int) -> Corpus:

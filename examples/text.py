@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def load_corpus(path: Path | None = None) -> Corpus:
             f"{source}: {len(raw):,} bytes of text, at least {MIN_BYTES:,} are needed; "
             "name a larger file with --data"
         )
+    return split(source, raw)
+
+
+def split(source: str, raw: bytes) -> Corpus:
+    """Hold out every tenth block of 16 KiB."""
     blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8).split(BLOCK)
     # Blocks, not the tail: the files are sorted, so the tail has other subjects.
     train = [block for i, block in enumerate(blocks) if i % 10 != 5]
@@ -67,14 +73,20 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 
 def _standard_library() -> bytes:
-    root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
-    for file in sorted(root.rglob("*.py")):
-        if SKIPPED.isdisjoint(file.relative_to(root).parts):
-            text += file.read_bytes()
+    for file in library_files():
+        text += file.read_bytes()
         if len(text) >= MAX_BYTES:
             break
     return bytes(text[:MAX_BYTES])
+
+
+def library_files() -> Iterator[Path]:
+    """The standard library's `.py` files, in order, except for those in `SKIPPED`."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(root.rglob("*.py")):
+        if SKIPPED.isdisjoint(file.relative_to(root).parts):
+            yield file
 
 
 def _windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -63,8 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paired = comparisons.add_parser("paired", help="seed by seed, at dense's best rate")
     add = paired.add_argument
     add("--settings", help=f"separated by ';', from: {'; '.join(SETTINGS)}")
-    add("--lines", help=f"separated by ';': 'sites, every 32, 4 bits', or: {'; '.join(LINES)}")
+    add("--lines",
+        help="separated by ';': policies, 'sites, every 32, 4 bits', or: "
+        f"{'; '.join(LINES)}; default: each setting's own",
+    )  # fmt: skip
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
+    add("--pairs", type=int, nargs=2, default=(3, 8), metavar=("LEAST", "MOST"),
+        help="seeds of each line; above LEAST only for a narrower interval (default: 3 8)",
+    )  # fmt: skip
 
     untuned = comparisons.add_parser("untuned", help="policies at dense's own settings")
     add = untuned.add_argument
@@ -142,14 +148,18 @@ def _sweep(args: argparse.Namespace) -> Comparison:
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
+    least, most = args.pairs
+    if not 1 <= least <= most:
+        raise ValueError(f"--pairs {least} {most}: at least 1 pair, and not more than at most")
     names = [name.strip() for name in args.settings.split(";")] if args.settings else SETTINGS
     if unknown := [name for name in names if name not in SETTINGS]:
         raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(SETTINGS)}")
     return partial(
         paired_runs,
         settings=[SETTINGS[name] for name in names],
-        lines=_names(args.lines, tuple(LINES)),
+        lines=_names(args.lines, ()),
         kept=not args.rates_not_kept,
+        seeds=(least, most),
     )
 
 

@@ -13,11 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional as F
 
 import tagc
 from examples.text import load_corpus
@@ -31,7 +28,6 @@ from .training import factor, make_model, make_optimizers
 TRAINING, TUNING = (3e-3, 3e-4), (1e-5, 1e-6)
 _EXACT = method_of("dense, exact changes")
 _RECIPE = Recipe(half=True)
-_own_linear = F.linear
 
 
 def measure(rank: int, shape: Shape, steps: int, results: Results) -> None:
@@ -91,8 +87,7 @@ def _run(
         batch = corpus.batch(
             run.shape.batch, run.shape.context, seed=run.seed, step=step, rank=dist.get_rank()
         )
-        with mock.patch.object(F, "linear", _linear):
-            model(*batch).backward()
+        model(*batch).backward()
         bits.append(8 * ledger.tally().payload[ledger.PARAMETERS] / (numel * (ranks - 1)))
         clip(model.parameters(), run.recipe.clip or 0.0)
         for group in optimizer.param_groups:
@@ -101,8 +96,3 @@ def _run(
         optimizer.step()
         optimizer.zero_grad()
     return bits[1:], model.state_dict()
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rounded as bfloat16's own. A CPU without instructions for it takes 15 times as long there."""
-    return _own_linear(x.float(), weight.float(), bias).to(x.dtype)

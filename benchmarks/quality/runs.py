@@ -83,6 +83,7 @@ def paired_runs(
     """Lines beside dense, seed by seed, at dense's best rate.
 
     Args:
+        lines: if none, each setting's own.
         kept: whether tagc keeps the optimizer's rates.
         seeds: the fewest and the most pairs of a line.
         within: seeds are added while half of an interval is wider than this, relative to the loss.
@@ -94,7 +95,7 @@ def paired_runs(
             continue
         dense = [setting.run(setting.dense, rate, seed, kept=False) for seed in range(seeds[1])]
         paired = {}
-        for line in lines:
+        for line in lines or setting.lines:
             method = method_of(line)
             keeps = kept and method.policy is not None
             paired[line] = [setting.run(method, rate, s, kept=keeps) for s in range(seeds[1])]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from tagc.policy.policy import data_parallel_policies
 
 from ..records import Record
 
@@ -151,9 +153,9 @@ DENSE = Method(name="dense")
 _OTHERS = {
     method.name: method
     for method in (
+        *(Method(name=n, policy=n) for n in data_parallel_policies() if n != "dense"),
         DENSE,
         Method(name="sketch of 20%, residual", policy={"schema": 1, "gradients": [_SKETCH]}),
-        Method(name="attn-only", policy="attn-only"),
         Method(name="non-attn", policy=_TAGC),
         Method(name="DDP, loco-4bit", policy="loco-4bit", ddp=True),
         Method(name="DDP, one-bit", policy="one-bit", ddp=True),
@@ -211,6 +213,7 @@ class Shape:
     """The model and its batches; the default has 0.86 M parameters.
 
     Attributes:
+        family: ``gpt``, or ``llama``, which reads Python's documentation instead of its sources.
         vocabulary: 256 is bytes; more is words.
         tied: embedding and head are one parameter, and weights start at 0.02 as in nanoGPT.
     """
@@ -223,6 +226,7 @@ class Shape:
     batch: int = 8
     vocabulary: int = BYTES
     tied: bool = False
+    family: Literal["gpt", "llama"] = "gpt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +242,7 @@ class Recipe:
         averaged: the loss is the mean of this many evaluations over the last 4% of the steps.
         evaluations: in a run, evenly spaced; those that count come in addition.
         half: FSDP2 computes in bfloat16 and gathers parameters in it; gradients are reduced in
-            float32.
+            float32. On a CPU products are computed in float32 and rounded.
         kept: tagc keeps the optimizer's rates and the limit at what they mean for dense gradients
             (:meth:`tagc.Compressor.keep_rates`).
     """
@@ -273,8 +277,8 @@ class Run:
     @property
     def key(self) -> Record:
         """Everything that the result depends on, except the machine. Defaults of ``vocabulary``,
-        ``tied`` and the recipe are left out, so a new one does not change the old keys."""
-        defaults = {**asdict(Recipe()), "vocabulary": BYTES, "tied": False}
+        ``tied``, ``family`` and the recipe are left out, so a new one does not change old keys."""
+        defaults = {**asdict(Recipe()), "vocabulary": BYTES, "tied": False, "family": "gpt"}
         given = asdict(self.shape) | asdict(self.recipe)
         own = {"ddp": True, "powersgd": self.method.powersgd} if self.method.ddp else {}
         return {
@@ -314,6 +318,7 @@ class Setting:
         max_rates: end the sweep after this many rates, wherever the best is.
         dense: what the lines are compared with. In so small a model DDP is 4 to 6 times as fast as
             FSDP2; the losses differ by rounding.
+        lines: what is compared unless the command names others.
     """
 
     name: str
@@ -324,6 +329,7 @@ class Setting:
     unit: float = 1.0
     max_rates: int = 5
     dense: Method = DENSE
+    lines: tuple[str, ...] = tuple(LINES)
 
     def run(self, method: Method, rate: float, seed: int, *, kept: bool) -> Run:
         """A run in this setting."""
@@ -348,6 +354,22 @@ def _sites(name: str, sites: int, **recipe: Any) -> Setting:
 
 _DDP = replace(DENSE, ddp=True)
 _LARGE = Shape(width=544, layers=6, heads=17, ranks=2, batch=4)
+_SHIPPED = (
+    "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
+    "stateless",
+)  # fmt: skip
+_BF16 = (
+    "4 bits", "2 bits", "1 bit", "1 of 8, measured lead", "hosts", "thrifty", "attn-only",
+)  # fmt: skip
+_LLAMA = Setting(
+    name="llama",
+    shape=Shape(family="llama", width=192, layers=2, heads=6, batch=4),
+    steps=300,
+    recipe=replace(PAIRED, windows=1024),
+    rates=(3e-3,),
+    max_rates=1,
+    lines=_SHIPPED,
+)
 _MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
 
 # After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
@@ -370,6 +392,10 @@ _ALL = (
     replace(_with("Lion", optimizer="lion"), unit=0.1),
     _with("beta2 0.999", beta2=0.999),
     _with("no clipping", clip=None),
+    # Shipped policies leave the matrices of a smaller model uncompressed.
+    replace(_with("bf16", half=True), shape=Shape(), lines=_BF16),
+    # Its rate is not swept.
+    _LLAMA,
     _sites("2 sites", 2),
     _sites("8 sites", 8),
     replace(_sites("2 sites, 3000 steps", 2), steps=3000),

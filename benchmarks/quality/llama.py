@@ -1,0 +1,111 @@
+"""A byte-level model of Llama's family: rotary positions, grouped queries, SwiGLU, RMS norms, and a
+head of its own.
+
+Modules are named as in transformers, so that a policy recognises the role of each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_THETA = 10_000.0
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size = width // heads  # of a head
+        grouped = width // 2  # two heads share their keys and values
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, grouped, bias=False)
+        self.v_proj = nn.Linear(width, grouped, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [batch, length, width] -> [batch, heads, length, size]
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (each.repeat_interleave(2, dim=1) for each in (rotated(k), v))
+        y = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Queries or keys, ``[..., length, size]``, turned by angles that grow with their position
+    (arXiv 2104.09864). Their products then depend on distances alone."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    frequency = _THETA ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(length, device=x.device)[:, None] * frequency  # [length, half]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.split(half, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, 3 * width, bias=False)
+        self.up_proj = nn.Linear(width, 3 * width, bias=False)
+        self.down_proj = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
+        self.self_attn = Attention(width, heads)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """``model(tokens, targets)`` is the mean cross-entropy in nats per token; both are int64
+    ``[batch, length]``.
+
+    Args:
+        heads: of queries, an even number that divides ``width``; half as many of keys and values.
+    """
+
+    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.model = Transformer(vocabulary, width, layers, heads)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            # As in examples/gpt.py: by fan-in, and what adds to the residual stream is smaller.
+            std = 0.1 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[1])
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std /= math.sqrt(2 * layers)
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.model(tokens))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
