@@ -38,12 +38,16 @@ def train(
     device: torch.device = _CPU,
     corpus: Any = None,
     report: Callable[[int, float, float], None] | None = None,
+    make: Callable[[Run], nn.Module] | None = None,
+    validate: Callable[[nn.Module], float] | None = None,
 ) -> Record:
     """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
 
     Args:
         corpus: text with tokens of the model's vocabulary; the standard library without.
         report: called after each evaluation with the step, the loss and the seconds of training.
+        make: another model than the GPT, the same on all ranks, which makes a loss of two tensors
+            of the corpus's batch; with ``validate``, which makes its held-out loss, alike on all.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -54,7 +58,7 @@ def train(
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.vocabulary)
-    model = make_model(run, device)
+    model = distributed(make(run), run, device) if make else make_model(run, device)
     compressor = None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
@@ -91,7 +95,9 @@ def train(
             sites.exchange()
         if done in last or done * often // run.steps != step * often // run.steps:
             windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
-            losses[done] = _validate(model, corpus, windows, shape, device)
+            losses[done] = (
+                validate(model) if validate else _validate(model, corpus, windows, shape, device)
+            )
             if report is not None:
                 report(done, losses[done], seconds)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
@@ -122,8 +128,8 @@ def train(
 
 
 def make_model(run: Run, device: torch.device = _CPU) -> Any:
-    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
-    shape, method = run.shape, run.method
+    """A GPT with the same weights on all ranks, as :func:`distributed` returns it."""
+    shape = run.shape
     torch.manual_seed(run.seed)
     sizes = {name: getattr(shape, name) for name in ("context", "width", "layers", "heads")}
     config = GPTConfig(vocab=shape.vocabulary, **sizes)
@@ -134,6 +140,12 @@ def make_model(run: Run, device: torch.device = _CPU) -> Any:
                 last = name.endswith("c_proj.weight")
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.layers) if last else 1))
         model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
+    return distributed(model, run, device)
+
+
+def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
+    """The model sharded block by block, or replicated by DDP."""
+    method = run.method
     if method.powersgd is not None:
         return with_powersgd(model, rank=method.powersgd, first=_POWERSGD_FROM)
     if method.ddp:
@@ -149,8 +161,9 @@ def make_model(run: Run, device: torch.device = _CPU) -> Any:
         assert world is not None
         how["mesh"] = DeviceMesh.from_group(world, device.type)
     model = model.to(device)
-    for block in model.transformer.h:  # pyright: ignore
-        fully_shard(block, **how)
+    for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, **how)
     return fully_shard(model, **how)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks import suites
 from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
+from benchmarks.quality.pretrained import Pairs, retrieval
 from benchmarks.quality.runs import Comparison, sweep_runs
 from benchmarks.quality.settings import (
     DENSE,
@@ -156,6 +157,43 @@ def test_exact_changes_are_counted_at_several_rates(tmp_path: Path, capsys: Any)
     assert suites.main(command) == 0
     assert capsys.readouterr().out == printed
     assert len(file.read_text().splitlines()) == 4
+
+
+def test_fine_tuning_retrieves_better_and_lines_are_paired(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "pretrained.jsonl"
+    command = ["quality", "pretrained", "--rehearse", "--rate", "1e-3", "--seeds", "1"]
+    command += ["--lines", "dense;loco-4bit;DDP, one-bit", "--held-out", "64", "--json", str(file)]
+    assert suites.main([*command, "--steps", "60"]) == 0
+    printed = capsys.readouterr().out
+    dense, four, one = (json.loads(line) for line in file.read_text().splitlines())
+    assert (four["bits"] < 5, one["bits"] < 2, one["run"]["ddp"]) == (True, True, True)
+    for record in (dense, four, one):
+        assert record["before"] == dense["before"]
+        assert record["loss"] < dense["before"] - 0.02
+        assert 0 <= record["recall"][0] <= 1 - record["before"]
+        assert 0 <= record["recall"][1] <= 1 - record["loss"]
+    gap = dense["loss"] - four["loss"]
+    assert f"| loco-4bit | 4.06 | 32.00 | {1 - four['loss']:.4f} | {gap:+.4f} (1) |" in printed
+    assert f"| before |  |  | {1 - dense['before']:.4f} |" in printed
+
+
+@on_ranks(4, timeout=300)
+def test_retrieval_counts_the_better_bodies(rank: int, world_size: int) -> None:
+    """Embeddings are on a circle, at the angle of a text's only token in hundredths."""
+    names = torch.tensor([[1], [100], [200]])
+
+    def found(*bodies: int) -> tuple[float, float]:
+        held_out = names, torch.tensor(bodies)[:, None]
+        return retrieval(_on_circle, Pairs(train=held_out, held_out=held_out))
+
+    assert found(10, 120, 220) == pytest.approx((0, 1))
+    # The first two names find each other's body first.
+    assert found(120, 10, 220) == pytest.approx((1 - (1 / 2 + 1 / 2 + 1) / 3, 1 / 3))
+
+
+def _on_circle(tokens: torch.Tensor) -> torch.Tensor:
+    angles = tokens[:, 0] / 100
+    return torch.stack([angles.cos(), angles.sin()], 1)
 
 
 def _beside_gloo(rank: int, memory: Memory) -> None:
