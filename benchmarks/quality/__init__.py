@@ -82,10 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = tuned.add_argument
     add("--lines", default=";".join(pretrained.LINES), help="separated by ';' (%(default)s)")
     add("--seeds", type=int, default=3, help="runs of each line (default: %(default)s)")
-    add("--steps", type=int, default=60, help="of each run (default: %(default)s)")
-    add("--rate", type=float, default=2e-4, help="learning rate (default: %(default)s)")
+    add("--steps", type=int, default=30, help="of each run (default: %(default)s)")
+    add("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
     add("--ranks", type=int, default=4, help="default: %(default)s")
-    add("--held-out", type=int, default=800, help="pairs (default: %(default)s)")
+    add("--held-out", type=int, default=600, help="pairs (default: %(default)s)")
     add("--rehearse", action="store_true", help="2 ranks, a tiny model of random weights")
 
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")

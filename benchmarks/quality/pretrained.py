@@ -145,8 +145,9 @@ class Encoder(nn.Module):
         self.encoder = nn.ModuleDict({"layer": blocks})
 
     def forward(self, names: Tensor, bodies: Tensor | None = None) -> Tensor:
-        """The loss of pairs, ``[]``; of texts alone, their embeddings of length 1, fp32
-        ``[texts, width]``. Texts are int64 ``[texts, length]``, filled up with zeros."""
+        """The loss of this rank's names among all ranks' bodies, ``[]``; of texts alone, their
+        embeddings of length 1, ``[texts, width]``. Texts are int64 ``[texts, length]``, filled up
+        with zeros."""
         tokens = names if bodies is None else torch.cat([names, bodies])
         tokens = tokens[:, : max(1, int((tokens != 0).sum(1).max()))]
         there = tokens != 0
@@ -161,11 +162,25 @@ class Encoder(nn.Module):
         if bodies is None:
             return x
         of_names, of_bodies = x.chunk(2)
-        choices = [torch.empty_like(of_bodies) for _ in range(dist.get_world_size())]
-        dist.all_gather(choices, of_bodies.detach())
-        choices[dist.get_rank()] = of_bodies  # with a gradient, the other ranks' without
+        choices: Any = _AllGather.apply(of_bodies)
         right = dist.get_rank() * len(of_names) + torch.arange(len(of_names))
-        return F.cross_entropy(_SHARPNESS * of_names @ torch.cat(choices).T, right)
+        return F.cross_entropy(_SHARPNESS * of_names @ choices.T, right)
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks, ``[ranks × rows, width]``. Every rank's loss has a gradient for each row;
+    DDP and FSDP2 average over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        dist.all_reduce(gradient := gradient.clone())
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class _Block(nn.Module):

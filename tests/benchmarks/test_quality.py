@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from benchmarks import suites
 from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
-from benchmarks.quality.pretrained import Pairs, retrieval
+from benchmarks.quality.pretrained import REHEARSAL, Pairs, encoder, retrieval
 from benchmarks.quality.runs import Comparison, sweep_runs
 from benchmarks.quality.settings import (
     DENSE,
@@ -175,6 +177,22 @@ def test_fine_tuning_retrieves_better_and_lines_are_paired(tmp_path: Path, capsy
     gap = dense["loss"] - four["loss"]
     assert f"| loco-4bit | 4.06 | 32.00 | {1 - four['loss']:.4f} | {gap:+.4f} (1) |" in printed
     assert f"| before |  |  | {1 - dense['before']:.4f} |" in printed
+
+
+@on_ranks(2, timeout=300)
+def test_every_ranks_bodies_are_choices(rank: int, world_size: int) -> None:
+    """Loss and gradients, averaged over ranks, are those of all pairs on one rank."""
+    model = encoder(REHEARSAL)
+    names, bodies = torch.randint(256, (2, 4, 8), generator=torch.Generator().manual_seed(1))
+    both = model(names) @ model(bodies).T
+    expected = F.cross_entropy(20 * both, torch.arange(4))
+    weight = model.get_parameter("embeddings.word_embeddings.weight")
+    (gradient,) = torch.autograd.grad(expected, weight)
+    loss = model(names[rank::2], bodies[rank::2])
+    (mine,) = torch.autograd.grad(loss, weight)
+    for found, wanted in ((loss.detach(), expected), (mine, gradient)):
+        dist.all_reduce(found)
+        torch.testing.assert_close(found / 2, wanted.detach(), rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(4, timeout=300)
