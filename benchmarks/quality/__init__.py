@@ -7,6 +7,7 @@ Comparisons of losses, which share one training loop; all but the last run on CP
 * ``paired``: at dense's best rate, seed by seed. The two runs of a pair share data, order and
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
+* ``pretrained``: a pre-trained model is fine-tuned, and held-out texts are retrieved.
 * ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
 
 And ``exact``: the bits that codec ``exact`` sends at several learning rates, on CPUs, too.
@@ -24,6 +25,7 @@ import tagc
 
 from ..gloo import on_ranks
 from ..records import Record, add_outputs
+from . import pretrained
 from .exact import measure
 from .report import table
 from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
@@ -82,6 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
 
+    tuned = comparisons.add_parser("pretrained", help="all-MiniLM-L6-v2, fine-tuned to retrieve")
+    add = tuned.add_argument
+    add("--lines", default=";".join(pretrained.LINES), help="separated by ';' (%(default)s)")
+    add("--seeds", type=int, default=3, help="runs of each line (default: %(default)s)")
+    add("--steps", type=int, default=30, help="of each run (default: %(default)s)")
+    add("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
+    add("--ranks", type=int, default=4, help="default: %(default)s")
+    add("--held-out", type=int, default=600, help="pairs (default: %(default)s)")
+    add("--rehearse", action="store_true", help="2 ranks, a tiny model of random weights")
+
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
     add = shared.add_argument
     add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
@@ -96,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = exact.add_argument
     add("--steps", type=int, default=200, help="of each run (default: %(default)s)")
     add("--width", type=int, default=160, help="width of the model, a multiple of 32")
-    for comparison in (sweep, paired, untuned, shared, exact):
+    for comparison in (sweep, paired, untuned, tuned, shared, exact):
         add_outputs(comparison, "runs/quality.jsonl", plots=False)
 
 
@@ -110,9 +122,15 @@ def run(args: argparse.Namespace) -> list[Record]:
         shape = replace(_wide(args.width), context=128, ranks=2)
         on_ranks(measure, shape.ranks, shape, args.steps, results_of("exact", args.json))
     else:
-        runs = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}[args.comparison](args)
+        kinds = {
+            "sweep": _sweep,
+            "paired": _paired,
+            "untuned": _untuned,
+            "pretrained": lambda args: partial(listed_runs, runs=pretrained.runs(args)),
+        }
+        how = {"train": pretrained.fine_tune} if args.comparison == "pretrained" else {}
         try:
-            make(args.comparison, runs, args.json)
+            make(args.comparison, kinds[args.comparison](args), args.json, **how)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on", file=sys.stderr)
     return results_of(args.comparison, args.json).records

@@ -23,6 +23,7 @@ def table(records: Sequence[Record]) -> str:
         "sweep": _sweep_table,
         "paired": _paired_table,
         "untuned": _untuned_table,
+        "pretrained": _pretrained_table,
         "gpu": _gpu_table,
         "exact": _exact_table,
     }
@@ -172,6 +173,44 @@ def _norm_ratio(record: Record, dense: Record) -> float:
     return statistics.fmean(record["norms"][half:]) / statistics.fmean(dense["norms"][half:])
 
 
+def _pretrained_table(records: Sequence[Record]) -> str:
+    """A row for each line: means over seeds, and differences from dense in the same units, ± half
+    of the 95% interval, and of each seed; ``=`` where zero lies in the interval."""
+    head = ["line", "bits", "of parameters", "MRR", "to dense", "each", "recall at 1", "to dense"]
+    parts = []
+    for title, mine in _by_setting(records, "tokens").items():
+        before = [f"{1 - mine[0]['before']:.4f}", "", "", f"{mine[0]['recall'][0]:.4f}", ""]
+        rows: list[list[object]] = [["before", "", "", *before]]
+        found: dict[str, tuple[dict[int, float], dict[int, float]]] = {}
+        for name in dict.fromkeys(r["method"] for r in mine):
+            of_line = [r for r in mine if r["method"] == name]
+            mrr = {seed: 1 - loss for seed, loss in _by_seed(of_line).items()}
+            found[name] = mrr, {r["run"]["seed"]: r["recall"][1] for r in of_line}
+            gaps = [["", ""], ["", ""]]
+            if name != _DENSE and _DENSE in found:
+                both = zip(found[name], found[_DENSE], strict=True)
+                gaps = [_apart(of_line, dense) for of_line, dense in both]
+            means = [f"{statistics.fmean(of.values()):.4f}" for of in found[name]]
+            bits = [f"{of_line[0]['bits']:.2f}", f"{of_line[0].get('parameter_bits', 32):.2f}"]
+            rows.append([name, *bits, means[0], *gaps[0], means[1], gaps[1][0]])
+        about = f"{mine[0]['pairs']} pairs to train on, {mine[0]['run']['windows']} held out"
+        parts.append(f"{title}, {about}\n\n" + markdown(head, rows))
+    return "\n\n".join(parts)
+
+
+def _apart(mine: Mapping[int, float], dense: Mapping[int, float]) -> list[str]:
+    """The interval of the differences, and each of them."""
+    each = [mine[seed] - dense[seed] for seed in sorted(mine.keys() & dense.keys())]
+    if not each:
+        return ["", ""]
+    gap = _interval(each)
+    text = f"{gap.mean:+.4f} ({gap.pairs})"
+    if gap.pairs > 1:
+        equal = "= " if gap.is_zero else ""
+        text = f"{equal}{gap.mean:+.4f} ± {gap.half:.4f} ({gap.pairs})"
+    return [text, ", ".join(f"{x:+.4f}" for x in each)]
+
+
 def _gpu_table(records: Sequence[Record]) -> str:
     """A column for each line: losses by step, and how far they are from dense's."""
     parts = []
@@ -240,8 +279,10 @@ def difference(losses: Mapping[int, float], dense: Mapping[int, float]) -> Inter
     """Of losses by seed, relative to dense's of the same seed; None without a pair. A run that
     diverged, whose loss is infinite, makes the mean infinite."""
     found = [losses[seed] / dense[seed] - 1 for seed in sorted(losses.keys() & dense.keys())]
-    if not found:
-        return None
+    return _interval(found) if found else None
+
+
+def _interval(found: Sequence[float]) -> Interval:
     mean = statistics.fmean(found)
     if len(found) == 1 or not math.isfinite(mean):
         return Interval(mean, math.inf, len(found))

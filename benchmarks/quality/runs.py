@@ -176,13 +176,17 @@ def losses_of(results: Results) -> Losses:
     return loss
 
 
-def make(name: str, comparison: Comparison, file: Path) -> None:
+def make(
+    name: str, comparison: Comparison, file: Path, train: Callable[[Run], Record] = train
+) -> None:
     """Make all runs that are missing, each on its own number of ranks."""
     while run := next(comparison(losses_of(results_of(name, file))), None):
-        on_ranks(_make_alike, run.shape.ranks, name, comparison, file)
+        on_ranks(_make_alike, run.shape.ranks, name, comparison, file, train)
 
 
-def _make_alike(rank: int, name: str, comparison: Comparison, file: Path) -> None:
+def _make_alike(
+    rank: int, name: str, comparison: Comparison, file: Path, train: Callable[[Run], Record]
+) -> None:
     """Make runs as long as the next one wants this many ranks."""
     results = results_of(name, file)
     dist.barrier()  # all have read the file before anyone writes

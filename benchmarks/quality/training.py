@@ -41,12 +41,16 @@ def train(
     device: torch.device = _CPU,
     corpus: Any = None,
     report: Callable[[int, float, float], None] | None = None,
+    make: Callable[[Run], nn.Module] | None = None,
+    validate: Callable[[nn.Module], float] | None = None,
 ) -> Record:
     """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
 
     Args:
         corpus: text with tokens of the model's vocabulary; the standard library without.
         report: called after each evaluation with the step, the loss and the seconds of training.
+        make: another model than the GPT, the same on all ranks, which makes a loss of two tensors
+            of the corpus's batch; with ``validate``, which makes its held-out loss, alike on all.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -57,7 +61,7 @@ def train(
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.family, shape.vocabulary)
-    model = make_model(run, device)
+    model = distributed(make(run), run, device) if make else make_model(run, device)
     compressor = None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
@@ -94,7 +98,9 @@ def train(
             sites.exchange()
         if done in last or done * often // run.steps != step * often // run.steps:
             windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
-            losses[done] = _validate(model, corpus, windows, shape, device)
+            losses[done] = (
+                validate(model) if validate else _validate(model, corpus, windows, shape, device)
+            )
             if report is not None:
                 report(done, losses[done], seconds)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
@@ -125,10 +131,16 @@ def train(
 
 
 def make_model(run: Run, device: torch.device = _CPU) -> Any:
-    """The same weights on all ranks, sharded block by block, or replicated by DDP."""
-    shape, method = run.shape, run.method
+    """A GPT with the same weights on all ranks, as :func:`distributed` returns it."""
+    shape = run.shape
     torch.manual_seed(run.seed)
     model = _llama(shape) if shape.family == "llama" else _gpt(shape)
+    return distributed(model, run, device)
+
+
+def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
+    """The model sharded block by block, or replicated by DDP."""
+    method = run.method
     if method.powersgd is not None:
         return with_powersgd(model, rank=method.powersgd, first=_POWERSGD_FROM)
     if method.ddp:
@@ -148,9 +160,9 @@ def make_model(run: Run, device: torch.device = _CPU) -> Any:
         assert world is not None
         how["mesh"] = DeviceMesh.from_group(world, device.type)
     model = model.to(device)
-    (blocks,) = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    for block in blocks:
-        fully_shard(block, **how)
+    for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, **how)
     return fully_shard(model, **how)
 
 

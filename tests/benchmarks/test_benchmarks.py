@@ -105,6 +105,8 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         ("quality paired --lines 1bit", 2, "unknown: 1bit"),
         ("quality sweep --methods nothing", 2, "unknown: nothing"),
         ("quality sweep --width 48", 2, "--width 48: not a multiple of 32"),
+        ("quality pretrained --rehearse --lines Moon", 2, "Moon"),
+        ("quality pretrained --rehearse --held-out 0", 2, "--held-out 0: at least 1"),
         ("quality exact --width 48", 2, "--width 48: not a multiple of 32"),
         ("quality exact --steps 0", 2, "--steps 0: at least 1"),
         ("quality gpu --device cpu --text nowhere.npz", 2, "no such file: nowhere.npz"),

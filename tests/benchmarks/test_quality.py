@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from benchmarks import suites
 from benchmarks.gloo import on_ranks as spawned
 from benchmarks.one_device import Memory, through_memory
 from benchmarks.quality.llama import Llama, rotated
+from benchmarks.quality.pretrained import REHEARSAL, Pairs, encoder, retrieval
 from benchmarks.quality.runs import Comparison, paired_runs, sweep_runs
 from benchmarks.quality.settings import (
     DENSE,
@@ -223,6 +226,59 @@ def test_exact_changes_are_counted_at_several_rates(tmp_path: Path, capsys: Any)
     assert suites.main(command) == 0
     assert capsys.readouterr().out == printed
     assert len(file.read_text().splitlines()) == 4
+
+
+def test_fine_tuning_retrieves_better_and_lines_are_paired(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "pretrained.jsonl"
+    command = ["quality", "pretrained", "--rehearse", "--rate", "1e-3", "--seeds", "1"]
+    command += ["--lines", "dense;loco-4bit;DDP, one-bit", "--held-out", "64", "--json", str(file)]
+    assert suites.main([*command, "--steps", "60"]) == 0
+    printed = capsys.readouterr().out
+    dense, four, one = (json.loads(line) for line in file.read_text().splitlines())
+    assert (four["bits"] < 5, one["bits"] < 2, one["run"]["ddp"]) == (True, True, True)
+    for record in (dense, four, one):
+        assert record["before"] == dense["before"]
+        assert record["loss"] < dense["before"] - 0.02
+        assert 0 <= record["recall"][0] <= 1 - record["before"]
+        assert 0 <= record["recall"][1] <= 1 - record["loss"]
+    gap = dense["loss"] - four["loss"]
+    assert f"| loco-4bit | 4.06 | 32.00 | {1 - four['loss']:.4f} | {gap:+.4f} (1) |" in printed
+    assert f"| before |  |  | {1 - dense['before']:.4f} |" in printed
+
+
+@on_ranks(2, timeout=300)
+def test_every_ranks_bodies_are_choices(rank: int, world_size: int) -> None:
+    """Loss and gradients, averaged over ranks, are those of all pairs on one rank."""
+    model = encoder(REHEARSAL)
+    names, bodies = torch.randint(256, (2, 4, 8), generator=torch.Generator().manual_seed(1))
+    both = model(names) @ model(bodies).T
+    expected = F.cross_entropy(20 * both, torch.arange(4))
+    weight = model.get_parameter("embeddings.word_embeddings.weight")
+    (gradient,) = torch.autograd.grad(expected, weight)
+    loss = model(names[rank::2], bodies[rank::2])
+    (mine,) = torch.autograd.grad(loss, weight)
+    for found, wanted in ((loss.detach(), expected), (mine, gradient)):
+        dist.all_reduce(found)
+        torch.testing.assert_close(found / 2, wanted.detach(), rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(4, timeout=300)
+def test_retrieval_counts_the_better_bodies(rank: int, world_size: int) -> None:
+    """Embeddings are on a circle, at the angle of a text's only token in hundredths."""
+    names = torch.tensor([[1], [100], [200]])
+
+    def found(*bodies: int) -> tuple[float, float]:
+        held_out = names, torch.tensor(bodies)[:, None]
+        return retrieval(_on_circle, Pairs(train=held_out, held_out=held_out))
+
+    assert found(10, 120, 220) == pytest.approx((0, 1))
+    # The first two names find each other's body first.
+    assert found(120, 10, 220) == pytest.approx((1 - (1 / 2 + 1 / 2 + 1) / 3, 1 / 3))
+
+
+def _on_circle(tokens: torch.Tensor) -> torch.Tensor:
+    angles = tokens[:, 0] / 100
+    return torch.stack([angles.cos(), angles.sin()], 1)
 
 
 def _beside_gloo(rank: int, memory: Memory) -> None:

