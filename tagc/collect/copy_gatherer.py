@@ -62,7 +62,8 @@ class CopyGatherer(UnitGatherer):
             f"tagc: the parameters of unit {self._name!r} changed, but not by an optimizer's step "
             "(other weights loaded or swapped in?), and its codec sends changes only after "
             "such a step: call tagc.compressor(model).refresh() on all ranks whenever parameters "
-            "are changed by other means, such as eval() and train() of a schedule-free optimizer",
+            "are changed by other means, such as eval() and train() of a schedule-free optimizer. "
+            "If a CUDA graph holds the step, call before_replay() before every replay",
             self.store,
             programs.changed,
         )

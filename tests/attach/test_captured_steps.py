@@ -323,6 +323,14 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
             reducer.counters.steps = reducer.plan.warmup_steps
         step(model)
         handle.before_capture()
+        with Tape() as tape:
+            loss = once(model, data(rank, 0))
+        optimizer.step()
+        tape.play()  # without the changes: no result, rather than a wrong one
+        assert loss.isnan()
+        fails(r"call before_replay\(\) before every replay", handle.before_capture)
+        handle.refresh()
+        handle.before_capture()
         optimizer.step()
         with capturing():
             fails("cannot hold the changes of unit", lambda: step(model))
@@ -349,3 +357,35 @@ def test_micro_batches_that_wait_are_refused(rank: int, world_size: int) -> None
         with capturing(), pytest.raises(RuntimeError, match="micro-batches wait for a later one"):
             once(model, data(rank, 0))
     dist.barrier()
+
+
+@on_ranks(2)
+def test_dimensions(rank: int, world_size: int) -> None:
+    """What a graph sends in a mesh's dimensions is counted in every replay."""
+    coded: dict[str, Any] = {"kind": "quantized", "bits": 8}
+    exact = {"kind": "exact"}
+    for name, codec in (("tp", coded), ("cp", exact)):
+        policy = gradients(QUANTIZED) | {"dimensions": {name: {"codec": codec}}}
+        mesh = tagc.init_device_mesh("cpu", (2,), mesh_dim_names=(name,), policy=policy)
+        with tapes():
+            model = wrap(sharded(policy), policy, hosts=None)
+            handle = tagc.compressor(model)
+            once(model, data(rank, 0))
+            if codec is exact:
+                with pytest.raises(ValueError, match="ranks of dimension 'cp' agree on the size"):
+                    handle.before_capture()
+                break
+            handle.before_capture()
+            with (
+                capturing(),
+                patch.object(torch.cuda, "is_available", lambda: True),
+                patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+                tagc.activations(),
+            ):
+                once(model, data(rank, 0))
+                dist.all_reduce(torch.ones(1 << 14), group=mesh.get_group())
+        sent = handle.metrics().dimensions["tp"]
+        assert 0 < sent.wire_bytes < sent.dense_bytes
+        handle.before_replay()
+        twice = handle.metrics().dimensions["tp"]
+        assert (twice.wire_bytes, twice.dense_bytes) == (2 * sent.wire_bytes, 2 * sent.dense_bytes)

@@ -228,6 +228,7 @@ def test_exact_changes_are_counted_at_several_rates(tmp_path: Path, capsys: Any)
     assert len(file.read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_fine_tuning_retrieves_better_and_lines_are_paired(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "pretrained.jsonl"
     command = ["quality", "pretrained", "--rehearse", "--rate", "1e-3", "--seeds", "1"]
