@@ -265,6 +265,7 @@ class UnitReducer(ReducerState):
 
     def before_replay(self) -> None:
         """Get ready for another replay of the graph, and count the reductions that it holds."""
+        self._may_capture = False
         if self.before is not None and self._captured:
             self.before(self.counters.all_steps)
         found = [c.variant for c in self._captured if c.variant is not None and c.variant.messages]

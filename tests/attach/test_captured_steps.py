@@ -317,10 +317,8 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
             fails("right before the capture", lambda: step(model))
 
     with tapes():
-        model = wrap(sharded("thrifty"), "thrifty", hosts=None)
-        handle, optimizer = tagc.compressor(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        for reducer in handle.reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
+        run = Run(rank, "thrifty", captured=False, hosts=None)
+        model, handle, optimizer = run.model, run.handle, run.optimizer
         step(model)
         handle.before_capture()
         with Tape() as tape:
@@ -330,6 +328,14 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         assert loss.isnan()
         fails(r"call before_replay\(\) before every replay", handle.before_capture)
         handle.refresh()
+        handle.before_replay()
+        with capturing():
+            fails("right before the capture", lambda: step(model))
+
+    with tapes():
+        run = Run(rank, "thrifty", captured=False, hosts=None)
+        model, handle, optimizer = run.model, run.handle, run.optimizer
+        step(model)
         handle.before_capture()
         optimizer.step()
         with capturing():
