@@ -30,8 +30,10 @@ from tagc.codecs.sketch.threshold import Steer
 from tagc.collect import UnitReducer
 from tagc.collect.replay import Store
 from tagc.ops.launches import Advance
+from tagc.policy import data_parallel_policies
 
 POLICIES = ("hybrid", "hosts", "one-bit", "stateless", "attn-only", "thrifty")
+OTHERS = sorted({*data_parallel_policies()} - {"auto", *POLICIES})
 RUN = 2  # steps before the capture
 
 AVERAGE = {"kind": "average", "reset_steps": 3}
@@ -139,8 +141,10 @@ def same(rank: int, policy: Any, replays: int, kind: type[Run] = Run, **how: Any
 
 @on_ranks(2, timeout=900)
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("replays", [4, slow(50)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "replays"),
+    [(p, 4) for p in POLICIES] + [slow(p, 50) for p in POLICIES] + [slow(p, 4) for p in OTHERS],
+)
 def test_replays_have_the_bits_of_steps(
     rank: int, world_size: int, policy: str, replays: int
 ) -> None:
