@@ -159,7 +159,7 @@ def train(name: str, device: torch.device, tokens: int, settle: int, width: int)
         captured = torch.cuda.CUDAGraph()
         if handle is not None:
             handle.before_capture()
-        with torch.cuda.graph(captured):
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
             model(batch).backward()
         captured.replay()
         graph = captured

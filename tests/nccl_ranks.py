@@ -166,7 +166,7 @@ def captured(policy: str, ops: str, device: torch.device) -> Tensors:
         elif graphed and step == 2:
             graph = torch.cuda.CUDAGraph()
             handle.before_capture()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 model(x).square().mean().backward()
             graph.replay()
         else:

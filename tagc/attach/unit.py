@@ -34,10 +34,10 @@ class Unit:
         parallel: tensor-parallel groups that divide or duplicate parameters of the unit.
     """
 
-    info: UnitInfo
     captures: ClassVar[bool] = False
     """Whether CUDA graphs may hold its collectives."""
 
+    info: UnitInfo
     group: dist.ProcessGroup
     device: torch.device
     gather_info: UnitInfo | None = None

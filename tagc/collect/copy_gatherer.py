@@ -109,6 +109,10 @@ class CopyGatherer(UnitGatherer):
     def sends_ahead(self) -> bool:
         return self._is_due or not self._knows_others
 
+    @property
+    def has_read(self) -> bool:
+        return any(program is self._programs.read for _, program in self._replays)
+
     def _check_alarms(self) -> None:
         self._by_others.check()
         self._since_forward.check()
@@ -134,11 +138,13 @@ class CopyGatherer(UnitGatherer):
                 "once per optimizer step: call tagc.compressor(model).before_capture() right "
                 "before the capture, which sends them, and let the graph hold one step"
             )
+        ahead = phase is Phase.AHEAD
         if self._knows_own:
             self._warn_of_others()
-            self._run(self._fitting(rows, inp).changes, rows, inp)
+            fitting = self._fitting(rows, inp)
+            self._run(fitting.changes_ahead if ahead else fitting.changes, rows, inp)
         else:
-            self._run(programs.whole, rows, inp)
+            self._run(programs.whole_ahead if ahead else programs.whole, rows, inp)
             self._knows_own = self._knows_others = True
         self._due, self._reductions_then = False, self._reductions()
 

@@ -147,6 +147,11 @@ class UnitGatherer(ABC):
         return False
 
     @property
+    def has_read(self) -> bool:
+        """Whether the programs that a CUDA graph will hold have run."""
+        return True
+
+    @property
     def steps_before_capture(self) -> int:
         """Steps that must come before a CUDA graph can capture one."""
         return int(bool(self.plan.compressed) and not self._replays)

@@ -62,7 +62,7 @@ class Graphs:
         for unit, gatherer in self._gathering:
             if gatherer.sends_ahead:
                 unit.send_ahead(gatherer)
-            if gatherer.plan.keeps_copy:
+            if not gatherer.has_read:
                 unit.send_ahead(gatherer)  # reads the copy, as the graph will
         for part in self._parts:
             part.before_capture()

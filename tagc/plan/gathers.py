@@ -122,19 +122,35 @@ class Gathers:
     @cached_property
     def whole(self) -> Program:
         """Shards as they are, which become the copy."""
+        return self._whole(self._share())
+
+    @cached_property
+    def whole_ahead(self) -> Program:
+        """:attr:`whole`, which nothing reads yet."""
+        return self._whole(())
+
+    def _whole(self, share: Iterable[Step]) -> Program:
         own = self.copy.row(OWN)
         steps = [Launch(Copy(), (self._inp, own)), *self._note(), *self._send_rows()]
-        return self._program(("gather parameters", [*steps, *self._share()]))
+        return self._program(("gather parameters", [*steps, *share]))
 
     @cached_property
     def changes(self) -> Program:
         """Changes since the last message, which are added to the copy."""
+        return self._changes(self._share())
+
+    @cached_property
+    def changes_ahead(self) -> Program:
+        """:attr:`changes`, which nothing reads yet."""
+        return self._changes(())
+
+    def _changes(self, share: Iterable[Step]) -> Program:
         received = Place("parameters_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
         return self._program(
             ("encode parameters", [*self._encode_changes(), *self._note()]),
             ("gather parameters", self._gather(received, self._send)),
             ("decode parameters", self._decode(received, self.copy)),
-            ("gather parameters", self._share()),
+            ("gather parameters", share),
         )
 
     @cached_property

@@ -220,9 +220,10 @@ def test_what_happens_between_replays(rank: int, world_size: int, case: str) -> 
 
 
 @on_ranks(4, timeout=200)
-@pytest.mark.parametrize("way", ["hosts", slow("replicas")])
-def test_other_levels(rank: int, world_size: int, way: str) -> None:
-    policy = "hybrid"
+@pytest.mark.parametrize(
+    ("way", "policy"), [("hosts", "hybrid"), ("hosts", "thrifty"), slow("replicas", "hybrid")]
+)
+def test_other_levels(rank: int, world_size: int, way: str, policy: str) -> None:
     how: dict[str, Any] = {"hosts": 2}
     if way == "replicas":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -330,16 +331,6 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         optimizer.step()
         tape.play()  # without the changes: no result, rather than a wrong one
         assert loss.isnan()
-        fails(r"call before_replay\(\) before every replay", handle.before_capture)
-        handle.refresh()
-        handle.before_replay()
-        with capturing():
-            fails("right before the capture", lambda: step(model))
-
-    with tapes():
-        run = Run(rank, "thrifty", captured=False, hosts=None)
-        model, handle, optimizer = run.model, run.handle, run.optimizer
-        step(model)
         handle.before_capture()
         optimizer.step()
         with capturing():
@@ -354,6 +345,19 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
     replicated: Any = DistributedDataParallel(Block())
     wrap(replicated, gradients(QUANTIZED))
     fails("for FSDP2 only", tagc.compressor(replicated).before_capture, ValueError)
+
+
+@on_ranks(2)
+def test_another_capture_needs_another_call(rank: int, world_size: int) -> None:
+    with tapes():
+        run = Run(rank, DITHERED, captured=False, hosts=None)
+        once(run.model, data(rank, 0))
+        run.handle.before_capture()
+        with Tape():
+            once(run.model, data(rank, 0))
+        run.handle.before_replay()
+        with capturing(), pytest.raises(RuntimeError, match="right before the capture"):
+            once(run.model, data(rank, 0))
 
 
 @on_ranks(4)
