@@ -28,6 +28,7 @@ class Flags:
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._places: dict[Hashable, tuple[int, int]] = {}
+        self._views: dict[Hashable, Tensor] = {}
         self._pages: list[Tensor] = []
         self._noted: set[Hashable] = set()
         # The last copies, each with an event that tells when it is done.
@@ -37,16 +38,15 @@ class Flags:
 
     def take(self, owner: Hashable) -> Tensor:
         """The flag of an owner, boolean ``[1]``."""
-        place = self._places.get(owner)
-        if place is None:
-            place = self._places[owner] = divmod(len(self._places), _PAGE)
-        page, i = place
+        if owner in self._views:
+            return self._views[owner]
+        page, i = self._places[owner] = divmod(len(self._places), _PAGE)
         # Training cannot write to a tensor that an evaluation made in inference mode.
         with torch.inference_mode(False):
             if page == len(self._pages):
                 made = torch.zeros(_PAGE, dtype=torch.bool, device=self._device)
                 self._pages.append(made)
-            return self._pages[page][i : i + 1]
+            return self._views.setdefault(owner, self._pages[page][i : i + 1])
 
     def note(self, owner: Hashable) -> None:
         """Note that launches may have set a flag."""

@@ -41,8 +41,9 @@ class Alarm:
 
     def check(self) -> None:
         """Raise RuntimeError if the flag was set, as far as the host has seen."""
-        if any(flags.seen(self._owner) for flags in self._noted):
-            raise RuntimeError(self._message)
+        for flags in self._noted:
+            if flags.seen(self._owner):
+                raise RuntimeError(self._message)
 
     def reset(self) -> None:
         """Reset the flag, because its cause was mended."""

@@ -124,7 +124,7 @@ class CopyGatherer(UnitGatherer):
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
         if self._knows_own and not self._knows_others and not self.store.capturing:
             # This completes load_state; its bytes are not counted as a step's.
-            self._replay(programs.rows).run()
+            self._replay(programs.rows).run({})
             self._knows_others = True
         if reads_as_is or not self._is_due:
             # Sending changes here is not possible: other ranks would not know to receive them.

@@ -91,7 +91,8 @@ class UnitGatherer(ABC):
         self._programs = Gathers(self.plan)
         self._own = setup.rank // self.plan.info.ranks_per_host
         self._replays: dict[tuple[int, Program], Replay] = {}
-        # What a CUDA graph holds, and the bytes of one replay; see `_counts`.
+        # Whether a CUDA graph captures this gather; what it holds, and the bytes of one replay; see `_counts`.
+        self._capturing = False
         self._captured: list[Replay] = []
         self._captured_bytes: tuple[int, ...] = (0, 0, 0)
 
@@ -102,11 +103,12 @@ class UnitGatherer(ABC):
             RuntimeError: if the plan was made for another buffer; or if parameters changed although
                 this gather sends no message that could carry the change.
         """
-        before = self._counts
+        before, self._capturing = self._counts, self.store.capturing
         self._gather_any(out, inp, group, phase)
-        if self.store.capturing:
+        if self._capturing:
             pairs = zip(self._captured_bytes, self._counts, before, strict=True)
             self._captured_bytes = tuple(sent + now - then for sent, now, then in pairs)
+            self._capturing = False
 
     def _gather_any(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase) -> None:
         info, self._last = self.plan.info, None
@@ -119,9 +121,8 @@ class UnitGatherer(ABC):
             return
         if phase is not Phase.AHEAD:
             self.dense_bytes += (self.plan.peers - 1) * inp.numel() * inp.element_size()
-        rows = out.view(info.world_size, -1)
         if not self.plan.compressed:
-            self._gather_uncompressed(rows, inp, group)
+            self._gather_uncompressed(out, inp, group)
             return
         if inp.numel() != self.plan.columns or inp.dtype != info.dtype:
             raise RuntimeError(
@@ -132,7 +133,7 @@ class UnitGatherer(ABC):
         if self.plan.info.ranks_per_host == 1 and "flat" not in self._levels:
             self._levels["flat"] = self._connect(group)
         sent = self.wire_bytes
-        self._gather(rows, inp[None], phase)
+        self._gather(out, inp, phase)
         self._last = phase
         if self.wire_bytes > sent:  # else it read a copy, or messages again
             self.last_bytes = self.wire_bytes - sent
@@ -175,13 +176,8 @@ class UnitGatherer(ABC):
         """Raise the errors that the device found."""
 
     @abstractmethod
-    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
-        """:meth:`gather` for units with at least one compressed segment.
-
-        Args:
-            rows: ``[W, S]``.
-            inp: ``[1, S]``.
-        """
+    def _gather(self, out: Tensor, inp: Tensor, phase: Phase) -> None:
+        """:meth:`gather` for units with at least one compressed segment."""
 
     @abstractmethod
     def note_forward(self) -> None:
@@ -219,7 +215,7 @@ class UnitGatherer(ABC):
         if not self.plan.compressed:
             return squared_norms(shard, shard)
         decoded = torch.empty_like(shard)
-        self._replay(self._programs.measure).run(inp=shard[None], out=decoded[None])
+        self._replay(self._programs.measure).run({"inp": shard, "out": decoded})
         return squared_norms(decoded, shard)
 
     def _declare(self, *programs: Program) -> None:
@@ -228,11 +224,11 @@ class UnitGatherer(ABC):
             self.store.declare(*program.places)
             program.prepare(self._ops)
 
-    def _run(self, program: Program, rows: Tensor, inp: Tensor) -> None:
+    def _run(self, program: Program, out: Tensor, inp: Tensor) -> None:
         """Run a program and count its bytes."""
-        self._replay(program).run(inp=inp, out=rows)
-        self.wire_bytes += program.sent("flat", "across")
-        self.inside_bytes += program.sent("inside")
+        self._replay(program).run({"inp": inp, "out": out})
+        self.wire_bytes += program.sent
+        self.inside_bytes += program.sent_inside
 
     def _replay(self, program: Program) -> Replay:
         device = self.store.device
@@ -243,13 +239,13 @@ class UnitGatherer(ABC):
                 self._replays.clear()
             replay = Replay(program, self.store, self._ops, self._levels, self._lockstep, self._own)
             self._replays[stream, program] = replay
-        if self.store.capturing:
+        if self._capturing:
             self._captured.append(replay)
         return replay
 
-    def _gather_uncompressed(self, rows: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
+    def _gather_uncompressed(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         if self.plan.info.ranks_per_host == 1:
-            self._gather_natively(rows.view(-1), inp, group)
+            self._gather_natively(out, inp, group)
             return
         across, inside = self._levels["across"], self._levels["inside"]
         self._lockstep.announce([inside, across], 0)
@@ -259,7 +255,7 @@ class UnitGatherer(ABC):
             work = across.gather(hosts, inp[None])
             work.wait()
             self.wire_bytes += work.wire_bytes
-            work = inside.gather_each(rows.view(across.size, inside.size, -1), hosts)
+            work = inside.gather_each(out.view(across.size, inside.size, -1), hosts)
             work.wait()
             self.inside_bytes += work.wire_bytes
 
@@ -320,16 +316,16 @@ class MessageGatherer(UnitGatherer):
         for alarm in (self._changed, *self._unfit):
             alarm.check()
 
-    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+    def _gather(self, out: Tensor, inp: Tensor, phase: Phase) -> None:
         self._check_alarms()
         keeps, programs = self.plan.reuses_forward_message, self._programs
         if phase is Phase.BACKWARD and self._kept:
-            self._run(programs.again, rows, inp)
+            self._run(programs.again, out, inp)
             # Gathering again is not possible: other ranks may not know that they have to.
             self._changed.note()
         else:
             kept = keeps and phase is Phase.FORWARD
-            self._run(programs.kept_message if kept else programs.message, rows, inp)
+            self._run(programs.kept_message if kept else programs.message, out, inp)
             # All ranks have the same messages, so all raise. (Trainable parameters come out NaN
             # instead, as in a run that diverges natively.)
             for alarm in self._unfit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -130,20 +129,21 @@ class UnitReducer(ReducerState):
     ) -> Iterator[None]:
         """:meth:`reduce` as a generator, which pauses while messages are in flight. Meanwhile
         other units may be reduced, if these have another workspace."""
-        plan = self.plan
+        plan, counters = self.plan, self.counters
+        steps = counters.all_steps
         if self.before is not None:
-            self.before(self.counters.all_steps)
+            self.before(steps)
         part = None if reached is None else Part(plan, frozenset(reached))
         found = (part, group, op, inp.dtype, inp.numel(), out.numel())
         if plan.compressed and found != self._fitting:
             check_reduction(plan, part, out, inp, group, op)
             self._fitting = found
-        on_hosts = self._adds_inside(group, op)
+        on_hosts = plan.info.ranks_per_host > 1 and self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
-        self.check_capture(waits=stays)
+        capturing = self.check_capture(waits=stays)
         # If the part has nothing compressed, expanding it to all columns would send mostly zeros.
         whole = part is None or part.compressed or (on_hosts and (stays or bool(self.waiting)))
-        warm = self.counters.all_steps >= plan.warmup_steps
+        warm = steps >= plan.warmup_steps
         messages = bool(plan.compressed) and warm and whole
         if not messages and not (on_hosts and whole):
             self._reduce_natively(out, inp, group, op, native, 0 if part is None else part.mark)
@@ -153,34 +153,36 @@ class UnitReducer(ReducerState):
             self._replays.clear()
         if self.stamped is None:
             self.stamped = not self._transport.by_messages(self.store.device)
-        variant = self.variant(messages=messages, mean=op == dist.ReduceOp.AVG, part=part)
-        late = {"inp": inp.view(plan.rows, -1), "out": out.view(plan.received_rows, -1)}
-        self._announce(variant, part, on_hosts=on_hosts, stays=stays)
+        mean = op == dist.ReduceOp.AVG
+        variant = self.variant(messages=messages, mean=mean, part=part, always=capturing)
+        late = {"inp": inp, "out": out}
+        self._announce(variant, part, steps, on_hosts=on_hosts, stays=stays)
         if on_hosts and (stays or self.waiting):
-            inside = replace(variant, levels="inside")
-            yield from self._run(inside, late)
+            inside = variant._replace(levels="inside")
+            replay = self._replay(inside)
+            yield from replay.running(late)
+            self._note_run(inside, replay, capturing=capturing)
             total = self.store.take(self.programs.total)
             if stays:
                 self.waiting.add(total, part)
                 out.zero_()
                 return
             self.waiting.hand_over(total, part)
-            variant = replace(variant, levels="across")
-        self.counters.steps += 1
-        if messages:
-            if not self.store.capturing:
-                self.prepare_messages(1, shares=variant.measures, noise=variant.noise)
-            self.counters.compressed_steps += 1
-        yield from self._run(variant, late)
+            variant = variant._replace(levels="across")
+        if messages and not capturing:
+            self.prepare_messages(1, shares=variant.measures, noise=variant.noise)
+        counters.steps += 1
+        counters.compressed_steps += messages
+        replay = self._replay(variant)
+        yield from replay.running(late)
+        self._note_run(variant, replay, capturing=capturing)
         if variant.stamped and plan.messages.sent is None:
             self._mix_up.note()
 
-    def _run(self, variant: Variant, late: dict[str, Tensor]) -> Iterator[None]:
-        replay = self._replay(variant)
-        yield from replay.running(**late)
-        self.note_run(variant)
+    def _note_run(self, variant: Variant, replay: Replay, *, capturing: bool) -> None:
+        self.advance(variant)
         self.counters.add(replay.sent)
-        if self.store.capturing:
+        if capturing:
             self._captured.append(_Captured(variant, replay.sent, replay))
 
     def _replay(self, variant: Variant) -> Replay:
@@ -204,7 +206,7 @@ class UnitReducer(ReducerState):
         return self._levels["flat" if self.plan.info.ranks_per_host == 1 else "across"]
 
     def _announce(
-        self, variant: Variant, part: Part | None, *, on_hosts: bool, stays: bool
+        self, variant: Variant, part: Part | None, steps: int, *, on_hosts: bool, stays: bool
     ) -> None:
         """Tell the other ranks which collective this rank is at, if they compare that."""
         levels = self._levels
@@ -214,7 +216,7 @@ class UnitReducer(ReducerState):
         words = self.plan.words if variant.messages and not stays else 0
         mark = 0 if part is None else part.mark
         self._mix_up.check()
-        self._lockstep.announce(transports, words, self.counters.all_steps, mark)
+        self._lockstep.announce(transports, words, steps, mark)
         if variant.stamped:
             self.mark_stamps(self._lockstep.stamp(mark))
 
@@ -274,7 +276,7 @@ class UnitReducer(ReducerState):
             self._before_graph(len(found), shares=shares, noise=noise)
         self.counters.compressed_steps += len(found)
         for variant in found:
-            self.note_run(variant)
+            self.advance(variant)
         for captured in self._captured:
             self.counters.steps += 1
             self.counters.add(captured.sent)
@@ -287,15 +289,16 @@ class UnitReducer(ReducerState):
             self.mark_stamps(self._lockstep.stamp())
         self.prepare_messages(messages, shares=shares, noise=noise)
 
-    def check_capture(self, *, waits: bool) -> None:
-        """Raise RuntimeError if a CUDA graph captures a reduction that its replays cannot repeat.
+    def check_capture(self, *, waits: bool) -> bool:
+        """Whether a CUDA graph captures this reduction; raises RuntimeError if its replays cannot
+        repeat it.
 
         Args:
             waits: whether the gradient stays inside the host or replica.
         """
         if not self.store.capturing:
             self._may_capture = False
-            return
+            return False
         why = ""
         if not self._may_capture:
             why = "call tagc.compressor(model).before_capture() right before the capture"
@@ -305,12 +308,12 @@ class UnitReducer(ReducerState):
             why = f"first run {self.steps_before_capture} steps without a graph"
         if why:
             raise RuntimeError(f"tagc: a CUDA graph cannot hold {self._lockstep.what}: {why}")
+        return True
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
-        """Whether ranks of a host add up first, the same on all ranks. A unit with nothing
-        compressed may be reduced with any operation over any group; then the backend does it."""
-        if self.plan.info.ranks_per_host == 1:
-            return False
+        """Whether ranks of a host add up first where hosts have several, the same on all ranks. A
+        unit with nothing compressed may be reduced with any operation over any group; then the
+        backend does it."""
         known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if known and group.size() == self.plan.info.world_size:
             return True

@@ -38,10 +38,9 @@ _COUNTING = ("quantized", "matrix")
 _FIRST, _EVERY = 32, 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    """What a unit's reductions have done so far, as the host counts it. It selects variants, and a
-    skipped step restores it.
+    """What a unit's reductions have done so far, as the host counts it. It selects variants.
 
     Attributes:
         encodings, inside: encodings so far of the messages, and of those inside hosts.
@@ -116,7 +115,7 @@ class ReducerState:
         for place in self.programs.state:
             self.store[place].zero_()
         if plan.compressed:
-            for _ in self._bind(self.programs.start(self._seed)).running():
+            for _ in self._bind(self.programs.start(self._seed)).running({}):
                 pass
         self._follow()
         if self.gauge is not None:
@@ -125,13 +124,15 @@ class ReducerState:
     def _bind(self, program: Program) -> Replay:
         raise NotImplementedError
 
-    def variant(self, *, messages: bool, mean: bool, part: Part | None) -> Variant:
-        """The variant of the next reduction. One that a CUDA graph captures serves all later
-        ones."""
+    def variant(self, *, messages: bool, mean: bool, part: Part | None, always: bool) -> Variant:
+        """The variant of the next reduction.
+
+        Args:
+            always: whether it measures what later ones may have to: those that replay it.
+        """
         reached = None if part is None else part.names
         if not messages:
             return Variant(messages=False, mean=mean, reached=reached)
-        always = self.store.capturing
         return Variant(
             mean=mean,
             stamped=bool(self.stamped),
@@ -158,7 +159,8 @@ class ReducerState:
         Args:
             shares, noise: whether programs measure these, unless their step is negative.
         """
-        self.restart_feedback(messages)
+        if self._periods:
+            self.restart_feedback(messages)
         if shares:
             step = self.progress.measured if self._measures_shares(messages) else -1
             self.store[self.programs.share_step].fill_(step)
@@ -173,23 +175,19 @@ class ReducerState:
             if done and -done % period < messages:
                 self.residuals[start].zero_()
 
-    def note_run(self, variant: Variant) -> None:
-        """Note what a variant did to the state."""
+    def advance(self, variant: Variant) -> None:
+        """Count what a variant did."""
         if not variant.messages:
             return
         progress = self.progress
         if variant.levels != "across" and self.plan.inside is not None:
-            progress = replace(progress, inside=progress.inside + 1)
+            progress.inside += 1
         if variant.levels != "inside":
             reached = variant.reached
             misses = reached is not None and self.programs.misses_sketches(Part(self.plan, reached))
-            progress = replace(
-                progress,
-                encodings=progress.encodings + 1,
-                measured=progress.measured + 1,
-                begun=progress.begun or not misses,
-            )
-        self.progress = progress
+            progress.encodings += 1
+            progress.measured += 1
+            progress.begun = progress.begun or not misses
 
     def mark_stamps(self, mark: int) -> None:
         """Set the first word of stamps."""

@@ -52,13 +52,13 @@ def _run(unit: UnitPlan, program: Program, store: Store, ops: Ops) -> None:
         if place.kind == "late"
     }
     if unit.direction != "parameters":
-        replay.run(**late)
+        replay.run(late)
         return
     # A rank's shard is its row of FSDP's output, so the rank decides whether it is aligned. One
     # rank of a host compiles for all of them.
     rows = torch.empty(info.world_size, unit.columns, dtype=info.dtype, device=_META)
     for rank in range(min(2, info.world_size)):
-        replay.run(**late | {"inp": rows[rank : rank + 1]})
+        replay.run(late | {"inp": rows[rank : rank + 1]})
 
 
 def _transport(size: int) -> Transport:

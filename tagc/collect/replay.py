@@ -156,6 +156,7 @@ class Replay:
         self._recorded: list[tuple[RecordedLaunches, dict[int, str]]] = []
         self._addresses: dict[str, int] = {}
         store.declare(*program.places)
+        self._shapes = {p.name: p.shape for p in program.places if p.kind == "late"}
         sends = program.sends
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
         self._ranges: list[tuple[str, list[_Call]]] = []
@@ -171,22 +172,23 @@ class Replay:
                 with torch.inference_mode(False):
                     calls.append(self._bound(step, ops))
             self._ranges.append((name, calls))
+        self._unnamed = [("", [call for _, calls in self._ranges for call in calls])]
         self._take_scratch()
 
-    def run(self, **late: Tensor) -> None:
+    def run(self, late: Mapping[str, Tensor]) -> None:
         """Run all steps of a program whose collective is counted here.
 
         Args:
-            late: the tensors that come late, by name.
+            late: the tensors that come late, by name, contiguous, of any shape.
 
         Raises:
             RuntimeError: if a collective fails, or if ranks are at different collectives.
         """
         self._lockstep.announce(self._transports, self.program.words)
-        for _ in self.running(**late):
+        for _ in self.running(late):
             pass
 
-    def running(self, **late: Tensor) -> Iterator[None]:
+    def running(self, late: Mapping[str, Tensor]) -> Iterator[None]:
         """Run all steps; pauses where other units may take turns. The caller has announced the
         collective.
 
@@ -198,17 +200,14 @@ class Replay:
         capturing = self._store.capturing
         if capturing:
             self._forget_records()  # a graph has buffers of its own
-        addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
-        if addresses != self._addresses:
-            if self._addresses:
-                moved = {name: at - self._addresses[name] for name, at in addresses.items()}
-                for recorded, names in self._recorded:
-                    if names:
-                        recorded.move({i: moved[name] for i, name in names.items()})
-            self._addresses = addresses
+        if self._recorded:
+            self._move_records(late)
+        whole: dict[str, Tensor] = {}
         for arguments, i, name, index, adapted, recorded in self._late:
             if recorded is None or not recorded.ready:
-                view = late[name][index] if index else late[name]
+                if name not in whole:
+                    whole[name] = late[name].view(self._shapes[name])
+                view = whole[name][index] if index else whole[name]
                 arguments[i] = view if adapted is None else adapted(view)
         call: _Call | None = None
         device, stream = self._store.device, None
@@ -218,7 +217,7 @@ class Replay:
         )
         label = self._lockstep.label if profiling() else None
         try:
-            for name, calls in self._ranges:
+            for name, calls in self._unnamed if label is None else self._ranges:
                 with _NOTHING if label is None else profiled(name, label):
                     for call in calls:
                         if call.turn:
@@ -266,8 +265,11 @@ class Replay:
             def start(out: Tensor, inp: Tensor, scratch: Tensor | None) -> None:
                 flights[flight] = starts(transport, step, out, inp, scratch)
 
-            for i, place in enumerate((step.out, step.inp, scratch)):
-                arguments.append(self._argument(arguments, i, place))
+            shapes = _shapes_of(step, transport.size)
+            for i, (place, shape) in enumerate(zip((step.out, step.inp, scratch), shapes)):
+                fits = place is None or shape is None or place.view_shape == shape
+                adapted = None if fits else partial(_viewed, shape)
+                arguments.append(self._argument(arguments, i, place, adapted))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight], step.turn)
 
@@ -304,6 +306,18 @@ class Replay:
                 arguments[i] = view if adapted is None else adapted(view)
         self._forget_records()
         self._made_for = self._store.workspace.generation
+
+    def _move_records(self, late: Mapping[str, Tensor]) -> None:
+        """Tell recorded launches how far late tensors have moved."""
+        addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
+        if addresses == self._addresses:
+            return
+        if self._addresses:
+            moved = {name: at - self._addresses[name] for name, at in addresses.items()}
+            for recorded, names in self._recorded:
+                if names:
+                    recorded.move({i: moved[name] for i, name in names.items()})
+        self._addresses = addresses
 
     def _forget_records(self) -> None:
         for recorded, _ in self._recorded:
@@ -345,35 +359,30 @@ def _adapting(operator: Operator, i: int, place: Place) -> Callable[[Tensor], Te
     return None if operator.adapted(i, view) is view else partial(operator.adapted, i)
 
 
-def _gather_each(
-    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
-) -> CollectiveWork:
-    return transport.gather_each(out.view(len(inp), transport.size, -1), inp)
+def _shapes_of(step: Send, ranks: int) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of the tensors ``out``, ``inp`` and scratch that a transport takes, if not those
+    of their places."""
+    out, inp = step.out.view_shape, step.inp.numel
+    if step.kind == "all-gather each":
+        return (step.inp.view_shape[0], ranks, step.inp.view_shape[1]), None, None
+    if step.kind == "all-to-all":
+        return (rows := (ranks, inp // ranks)), rows, None
+    if step.kind == "reduce-scatter":
+        return None, (rows := (out[0], ranks, out[1])), rows
+    return ((ranks, inp) if step.kind == "all-gather" else None), None, None
 
 
-def _all_to_all(
-    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
-) -> CollectiveWork:
-    return transport.all_to_all(
-        out.view(transport.size, -1), inp.view(transport.size, -1), step.columns
-    )
-
-
-def _reduce_scatter(
-    transport: Transport, step: Send, out: Tensor, inp: Tensor, scratch: Tensor | None
-) -> CollectiveWork:
-    shape = (len(out), transport.size, -1)
-    rows = inp.view(shape)
-    return transport.sum_each(out, rows, rows if scratch is None else scratch.view(shape))
+def _viewed(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
+    return tensor.view(shape)
 
 
 _START: dict[Collective, Callable[..., CollectiveWork]] = {
-    "all-gather": lambda transport, step, out, inp, _: transport.gather(
-        out.view(transport.size, -1), inp
+    "all-gather": lambda transport, step, out, inp, _: transport.gather(out, inp),
+    "all-gather each": lambda transport, step, out, inp, _: transport.gather_each(out, inp),
+    "all-to-all": lambda transport, step, out, inp, _: transport.all_to_all(out, inp, step.columns),
+    "reduce-scatter": lambda transport, step, out, inp, scratch: transport.sum_each(
+        out, inp, inp if scratch is None else scratch
     ),
-    "all-gather each": _gather_each,
-    "all-to-all": _all_to_all,
-    "reduce-scatter": _reduce_scatter,
     "all-reduce": lambda transport, step, out, inp, _: transport.all_reduce(
         out, in_flight=step.in_flight
     ),

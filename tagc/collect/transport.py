@@ -184,8 +184,7 @@ class Transport:
         if self.by_messages(inp.device):
             works = self._messages(out.unbind(), [inp[0]] * self.size)
         else:
-            flat = out.view(-1), inp.view(-1)
-            works = _started(all_gather(*flat, group=self.group, async_op=in_flight))
+            works = _started(all_gather(out, inp, group=self.group, async_op=in_flight))
         return CollectiveWork(works, (self.size - 1) * inp.numel() * inp.element_size())
 
     def gather_each(self, out: Tensor, inp: Tensor) -> CollectiveWork:

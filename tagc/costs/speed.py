@@ -218,7 +218,7 @@ class _Sample:
         return Replay(program, self._store, self._ops, {}, self._lockstep, 0)
 
     def _run(self, replay: Replay) -> None:
-        for _ in replay.running(**self._late):
+        for _ in replay.running(self._late):
             pass
 
     def _return(self, send: Send) -> None:

@@ -279,9 +279,15 @@ class Program:
         """The levels on which it sends, in the order of first use."""
         return tuple(dict.fromkeys(s.level for s in self.sends))
 
-    def sent(self, *levels: Level) -> int:
-        """Bytes that a rank sends on these levels."""
-        return sum(s.bytes for s in self.sends if s.level in levels)
+    @cached_property
+    def sent(self) -> int:
+        """Bytes that a rank sends; only those to other hosts, if hosts have several ranks."""
+        return sum(s.bytes for s in self.sends if s.level != "inside")
+
+    @cached_property
+    def sent_inside(self) -> int:
+        """Bytes that a rank sends to others of its host."""
+        return sum(s.bytes for s in self.sends if s.level == "inside")
 
     @cached_property
     def sends(self) -> tuple[Send, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -65,7 +65,7 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
         yield reductions.lower(whole), micro_batches
     else:
         yield reductions.lower(whole), 1
-        yield reductions.lower(replace(whole, levels="inside")), micro_batches - 1
+        yield reductions.lower(whole._replace(levels="inside")), micro_batches - 1
 
 
 @lru_cache(maxsize=1 << 12)  # making programs takes most of the time of advice

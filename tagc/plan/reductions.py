@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -53,8 +53,7 @@ from tagc.plan.unit_plan import UnitPlan
 Ranges = list[tuple[str, list[Step]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """What the host decides in a step.
 
     Attributes:
@@ -182,7 +181,7 @@ class Reductions:
         if self._unit.compressed:
             measures = bool(self.shares)
             whole = Variant(measures=measures, stamped=stamped)
-            variants += [replace(whole, begun=False), whole]
+            variants += [whole._replace(begun=False), whole]
         return map(self.lower, variants)
 
     @cached_property

@@ -232,8 +232,7 @@ class ChangeReducer(ReducerState):
         replay, sent = self._bound[variant]
         if messages:
             self.restart_feedback()
-        row = change.view(1, -1)
-        yield from replay.running(inp=row, out=row)
+        yield from replay.running({"inp": change, "out": change})
         self.store.workspace.clear()
         counters.steps += 1
         counters.native_bytes += sent.native_bytes
@@ -241,12 +240,7 @@ class ChangeReducer(ReducerState):
         counters.other_bytes += sent.other_bytes
         if messages:
             counters.compressed_steps += 1
-            self.progress = replace(
-                progress,
-                encodings=progress.encodings + 1,
-                measured=progress.measured + 1,
-                begun=True,
-            )
+            self.advance(variant)
 
     def fold(self, site: int, sites: int) -> None:
         """Add what this site owes as the owner of slices to its own residuals. An owner owes parts

@@ -79,7 +79,7 @@ def replayed(ops: Ops, grads: list[Tensor], *, grows: int = -1) -> list[Tensor]:
             store.workspace.take("message", (rows, 2 * words), torch.int32).fill_(-1)
         late = {"inp": grad.clone(), "out": torch.zeros(rows, 80)}
         found.append(late)  # so that no two have the same address
-        for _ in replay.running(**late):
+        for _ in replay.running(late):
             pass
     return [late["out"] for late in found]
 
