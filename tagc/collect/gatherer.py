@@ -91,8 +91,9 @@ class UnitGatherer(ABC):
         self._programs = Gathers(self.plan)
         self._own = setup.rank // self.plan.info.ranks_per_host
         self._replays: dict[tuple[int, Program], Replay] = {}
-        # Whether a CUDA graph captures this gather; what it holds, and the bytes of one replay; see `_counts`.
+        # Whether a CUDA graph captures this gather.
         self._capturing = False
+        # What a graph holds, and the bytes of one replay; see `_counts`.
         self._captured: list[Replay] = []
         self._captured_bytes: tuple[int, ...] = (0, 0, 0)
 

@@ -266,9 +266,8 @@ class Replay:
                 flights[flight] = starts(transport, step, out, inp, scratch)
 
             shapes = _shapes_of(step, transport.size)
-            for i, (place, shape) in enumerate(zip((step.out, step.inp, scratch), shapes)):
-                fits = place is None or shape is None or place.view_shape == shape
-                adapted = None if fits else partial(_viewed, shape)
+            for i, place in enumerate((step.out, step.inp, scratch)):
+                adapted = partial(_viewed, shapes[i]) if i in shapes else None
                 arguments.append(self._argument(arguments, i, place, adapted))
             return _Call(step, start, arguments)
         return _Call(step, self._store.wait, [step.flight], step.turn)
@@ -359,17 +358,21 @@ def _adapting(operator: Operator, i: int, place: Place) -> Callable[[Tensor], Te
     return None if operator.adapted(i, view) is view else partial(operator.adapted, i)
 
 
-def _shapes_of(step: Send, ranks: int) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of the tensors ``out``, ``inp`` and scratch that a transport takes, if not those
-    of their places."""
-    out, inp = step.out.view_shape, step.inp.numel
+def _shapes_of(step: Send, ranks: int) -> dict[int, tuple[int, ...]]:
+    """The shapes that a transport takes, by number of the tensor: ``out``, ``inp`` and scratch.
+    Others are as their places."""
+    numel = step.inp.numel
+    if step.kind == "all-gather":
+        return {0: (ranks, numel)}
     if step.kind == "all-gather each":
-        return (step.inp.view_shape[0], ranks, step.inp.view_shape[1]), None, None
+        rows, columns = step.inp.view_shape
+        return {0: (rows, ranks, columns)}
     if step.kind == "all-to-all":
-        return (rows := (ranks, inp // ranks)), rows, None
+        return dict.fromkeys((0, 1), (ranks, numel // ranks))
     if step.kind == "reduce-scatter":
-        return None, (rows := (out[0], ranks, out[1])), rows
-    return ((ranks, inp) if step.kind == "all-gather" else None), None, None
+        rows, columns = step.out.view_shape
+        return dict.fromkeys((1, 2), (rows, ranks, columns))
+    return {}
 
 
 def _viewed(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
