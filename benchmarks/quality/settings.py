@@ -392,8 +392,15 @@ _ALL = (
     replace(_with("Lion", optimizer="lion"), unit=0.1),
     _with("beta2 0.999", beta2=0.999),
     _with("no clipping", clip=None),
-    # Shipped policies leave the matrices of a smaller model uncompressed. The rate is float32's best.
-    replace(_with("bf16", half=True), shape=Shape(), rates=(4.5e-3,), max_rates=1, lines=_BF16),
+    # Shipped policies leave the matrices of a smaller model uncompressed. Its rate is not swept.
+    replace(
+        _with("bf16", half=True),
+        shape=Shape(batch=4),
+        steps=300,
+        rates=(4.5e-3,),
+        max_rates=1,
+        lines=_BF16,
+    ),
     # Its rate is not swept.
     _LLAMA,
     _sites("2 sites", 2),
