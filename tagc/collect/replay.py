@@ -172,6 +172,7 @@ class Replay:
                 with torch.inference_mode(False):
                     calls.append(self._bound(step, ops))
             self._ranges.append((name, calls))
+        self._unrecorded = [late for late in self._late if late.recorded is None]
         self._unnamed = [("", [call for _, calls in self._ranges for call in calls])]
         self._take_scratch()
 
@@ -202,13 +203,18 @@ class Replay:
             self._forget_records()  # a graph has buffers of its own
         if self._recorded:
             self._move_records(late)
+        for recorded, _ in self._recorded:
+            if not recorded.ready:
+                viewed = self._late
+                break
+        else:
+            viewed = self._unrecorded
         whole: dict[str, Tensor] = {}
-        for arguments, i, name, index, adapted, recorded in self._late:
-            if recorded is None or not recorded.ready:
-                if name not in whole:
-                    whole[name] = late[name].view(self._shapes[name])
-                view = whole[name][index] if index else whole[name]
-                arguments[i] = view if adapted is None else adapted(view)
+        for arguments, i, name, index, adapted, _ in viewed:
+            if name not in whole:
+                whole[name] = late[name].view(self._shapes[name])
+            view = whole[name][index] if index else whole[name]
+            arguments[i] = view if adapted is None else adapted(view)
         call: _Call | None = None
         device, stream = self._store.device, None
         elsewhere = device.type == "cuda" and device.index not in (
@@ -237,7 +243,7 @@ class Replay:
             self._explain(call and call.step, error)
             raise
         finally:
-            for held in self._late:  # buffers of FSDP's, which it frees
+            for held in viewed:  # buffers of FSDP's, which it frees
                 held.arguments[held.place] = None
 
     def _bound(self, step: Step, ops: Ops) -> _Call:
