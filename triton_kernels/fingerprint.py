@@ -19,21 +19,22 @@ from .device import on_device_of
 from .jit import constant, jit, tl
 from .sizes import cdiv
 
-# Words of 8 bytes: 16 elements a thread, whose sums take 64 registers.
-_TILE, _WARPS = 1024, 8
-_PROGRAMS = 1056
+# Of a warp, words of 8 bytes: 16 elements a thread, whose sums take 64 registers.
+_EACH, _WARPS = 128, 8
+# Of all programs, as many as a large GPU runs at once.
+_ALL_WARPS = 8448
 _FIRST, _SECOND = constant(WIDTHS[0]), constant(WIDTHS[1])
 _SHIFT = constant(REST_SHIFT)
 
 
 @jit
-def fingerprint_kernel(
-    x, sums, before, changed, words, rest, programs,
+def fingerprint_part(
+    pid, x, sums, before, changed, words, rest, programs,
     TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """What the program ``pid`` of ``programs`` adds."""
     BITS: tl.constexpr = 64 // LANES
     MASK: tl.constexpr = (1 << BITS) - 1
-    pid = tl.program_id(0)
     first = tl.zeros([TILE, LANES], tl.int64)
     second = tl.zeros([TILE, LANES], tl.int64)
     lane = tl.arange(0, LANES)[None, :]
@@ -65,14 +66,28 @@ def fingerprint_kernel(
                 tl.store(changed, 1)
 
 
+@jit
+def fingerprint_kernel(
+    x, sums, before, changed, words, rest, programs,
+    TILE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    fingerprint_part(tl.program_id(0), x, sums, before, changed, words, rest, programs, TILE, LANES)
+
+
 @on_device_of("x")
 def fingerprint(x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None) -> None:
     """See :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
-    lanes = 8 // x.element_size()
-    words, rest = divmod(x.numel(), lanes)
-    programs = max(1, min(_PROGRAMS, cdiv(words, _TILE)))
+    bits, words, rest, programs, tile, lanes = fingerprint_sizes(x, _WARPS)
     fingerprint_kernel[(programs,)](
-        x.view(torch.int16 if lanes == 4 else torch.int32), sums, before,
-        None if changed is None else changed.view(torch.int8), words, rest, programs,
-        TILE=_TILE, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
+        bits, sums, before, None if changed is None else changed.view(torch.int8), words, rest,
+        programs, TILE=tile, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def fingerprint_sizes(x: Tensor, warps: int) -> tuple[Tensor, int, int, int, int, int]:
+    """``x`` as integers, its words and the elements after them, programs, their tile, and the lanes
+    of a word."""
+    lanes, tile = 8 // x.element_size(), _EACH * warps
+    words, rest = divmod(x.numel(), lanes)
+    programs = max(1, min(_ALL_WARPS // warps, cdiv(words, tile)))
+    return x.view(torch.int16 if lanes == 4 else torch.int32), words, rest, programs, tile, lanes

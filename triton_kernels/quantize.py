@@ -13,7 +13,8 @@ Scales are stored one by one, as int16, because a word of two scales may belong 
 the number of blocks is odd, the first block past the last one writes the padding. Every other
 access is 16 bytes wide if rows are 16-byte aligned and 16 divides ``numel``.
 
-After a row's blocks come programs for its uncompressed pieces, if there are any; see :mod:`.dense`.
+After a row's blocks come programs for its uncompressed pieces, if there are any (see
+:mod:`.dense`), and then for its fingerprint (see :mod:`.fingerprint`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tagc.ops.dense import DenseLayout
 from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
 from .dense import put_arguments, put_part
 from .device import on_device_of
+from .fingerprint import fingerprint_part, fingerprint_sizes
 from .jit import jit, tl
 from .scalar import fmix32, widen
 from .sizes import cdiv
@@ -38,6 +40,7 @@ _EACH = 32
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "seeds", "blocks", "scales", "scales_stride", "stamp", "table", "pieces", "tiles", "messages",
+    "puts", "words", "rest", "parts",
 ]  # fmt: skip
 
 
@@ -48,8 +51,10 @@ def quantize_kernel(
     BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AVERAGE: tl.constexpr,
     rows=None, elements=None, stamps=None, stamp=None, table=None, pieces=None, tiles=None,
     messages=None, rows_stride=None, elements_stride=None, stamps_stride=None,
+    puts=None, bits=None, sums=None, before=None, words=None, rest=None, parts=None,
     UNIT: tl.constexpr = 1, OF_WORDS: tl.constexpr = 1, HALF: tl.constexpr = False,
-    TILE: tl.constexpr = 1, STAMPS: tl.constexpr = 1,
+    TILE: tl.constexpr = 1, STAMPS: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
+    OF_WORD: tl.constexpr = 1,
 ):  # fmt: skip
     LANES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = BLOCK // LANES
@@ -57,10 +62,15 @@ def quantize_kernel(
     if rows is not None:
         part = tl.program_id(0) - tl.cdiv(blocks + blocks % 2, BLOCKS)
         if part >= 0:
-            put_part(
-                part, r, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
-                elements_stride, stamps_stride, UNIT, OF_WORDS, HALF, TILE, STAMPS,
-            )  # fmt: skip
+            if part < puts:
+                put_part(
+                    part, r, rows, elements, stamps, stamp, table, pieces, tiles, messages,
+                    rows_stride, elements_stride, stamps_stride, UNIT, OF_WORDS, HALF, TILE, STAMPS,
+                )  # fmt: skip
+            elif sums is not None:
+                fingerprint_part(
+                    part - puts, bits, sums, before, None, words, rest, parts, SUMMED, OF_WORD
+                )
             return
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first * BLOCK
@@ -125,6 +135,8 @@ def quantize_and_put(
     x: Tensor,
     whole: Tensor,
     stamp: Tensor | None,
+    sums: Tensor | None = None,
+    before: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
@@ -132,7 +144,15 @@ def quantize_and_put(
 ) -> None:
     """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
     _, warps = blocks_and_warps(layout.block, _EACH)
-    programs, pieces = put_arguments(x, whole, stamp, dense, warps)
+    puts, pieces = put_arguments(x, whole, stamp, dense, warps)
+    programs, pieces["puts"] = puts, puts
+    if sums is not None:
+        bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
+        programs += parts
+        pieces |= {
+            "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
+            "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
+        }  # fmt: skip
     _launch(grad, residual, message, dither, layout, average, programs, **pieces)
 
 
@@ -146,7 +166,7 @@ def _launch(
     more: int = 0,
     **pieces: Any,
 ) -> None:
-    """Launch blocks, and ``more`` programs for the pieces of each row."""
+    """Launch blocks, and ``more`` programs for each row."""
     blocks, warps = blocks_and_warps(layout.block, _EACH)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
     quantize_kernel[(cdiv(2 * layout.scale_words, blocks) + more, grad.shape[0])](

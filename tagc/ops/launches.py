@@ -47,7 +47,8 @@ class Quantize(Operator):
 @dataclass(frozen=True, kw_only=True)
 class QuantizeAndPut(Quantize):
     """``(x, residual or None, message, seeds or None)`` as of :class:`Quantize`, and the tensors of
-    :class:`Put`. See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows. See
+    :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
 
     dense: DenseLayout
 
@@ -287,6 +288,17 @@ def _merged(step: Step, dense: Launch) -> Launch | None:
         both = DequantizeAndSum(layout=operator.layout, **options)
         return Launch(both, (*step.places, *dense.places), of)
     return None
+
+
+def with_fingerprint(steps: list[Step], note: Launch) -> list[Step]:
+    """The steps, and last ``note``, which takes a fingerprint. It is merged with a launch before it
+    about the same rows."""
+    last = steps[-1] if steps else None
+    if isinstance(last, Launch) and isinstance(last.operator, QuantizeAndPut):
+        rows = last.places[4]
+        if rows == note.places[0]:
+            return [*steps[:-1], replace(last, places=(*last.places, *note.places[1:]))]
+    return [*steps, note]
 
 
 @dataclass(frozen=True)

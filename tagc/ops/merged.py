@@ -1,4 +1,5 @@
-"""Quantized blocks and uncompressed pieces of the same messages, in one launch.
+"""Quantized blocks and uncompressed pieces of the same messages in one launch, and a fingerprint of
+what they are about.
 
 Most units have both: matrices, and norms beside them. On a GPU the pieces take as long as their
 launch, and programs of the other launch can do it along the way.
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, is_spoilt, put_dense, spoil, sum_dense
+from tagc.ops.fingerprint import take_fingerprint
 
 
 class MergedOps(Protocol):
-    """Two operators in one, in any order: neither reads what the other writes."""
+    """Operators in one, in any order: none reads what another writes."""
 
     def quantize_and_put(
         self,
@@ -27,6 +29,8 @@ class MergedOps(Protocol):
         x: Tensor,
         whole: Tensor,
         stamp: Tensor | None,
+        sums: Tensor | None = None,
+        before: Tensor | None = None,
         *,
         layout: BlockLayout,
         average: float,
@@ -38,6 +42,8 @@ class MergedOps(Protocol):
             x, whole, stamp: the rows, messages and stamp of ``put_dense``, with ``dense`` as its
                 layout. ``message`` is a part of ``whole``, without pieces; ``grad`` is often a part
                 of ``x``.
+            sums, before: if given, :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint` writes
+                that of ``x`` to ``before``. Then ``x`` has one row.
         """
         ...
 
@@ -79,6 +85,8 @@ def merged(
         x: Tensor,
         whole: Tensor,
         stamp: Tensor | None,
+        sums: Tensor | None = None,
+        before: Tensor | None = None,
         *,
         layout: BlockLayout,
         average: float,
@@ -86,6 +94,8 @@ def merged(
     ) -> None:
         quantize(grad, residual, message, layout=layout, average=average, dither=dither)
         put_dense(x, whole, stamp, layout=dense)
+        if sums is not None and before is not None:
+            take_fingerprint(x[0], sums, before)
 
     def dequantize_and_sum(
         message: Tensor,

@@ -29,6 +29,7 @@ from tagc.ops.launches import (
     Subtract,
     Sum,
     together,
+    with_fingerprint,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.plan.messages import Segment
@@ -101,7 +102,7 @@ class Gathers:
         return self._program(
             (
                 "decode parameters",
-                [*self._compare(self.changed), *self._decode(received, self._out, check=True)],
+                [self._compare(self.changed), *self._decode(received, self._out, check=True)],
             ),
         )
 
@@ -131,7 +132,7 @@ class Gathers:
 
     def _whole(self, share: Iterable[Step]) -> Program:
         own = self.copy.row(OWN)
-        steps = [Launch(Copy(), (self._inp, own)), *self._note(), *self._send_rows()]
+        steps = [Launch(Copy(), (self._inp, own)), self._note, *self._send_rows()]
         return self._program(("gather parameters", [*steps, *share]))
 
     @cached_property
@@ -147,7 +148,7 @@ class Gathers:
     def _changes(self, share: Iterable[Step]) -> Program:
         received = Place("parameters_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
         return self._program(
-            ("encode parameters", [*self._encode_changes(), *self._note()]),
+            ("encode parameters", with_fingerprint(self._encode_changes(), self._note)),
             ("gather parameters", self._gather(received, self._send)),
             ("decode parameters", self._decode(received, self.copy)),
             ("gather parameters", share),
@@ -213,7 +214,7 @@ class Gathers:
 
     def _read(self, changed: Place) -> Program:
         spoil = Launch(Spoil(), (self._out[:1], changed))
-        steps = [*self._compare(changed), *self._share(), spoil]
+        steps = [self._compare(changed), *self._share(), spoil]
         return self._program(("gather parameters", steps))
 
     @cached_property
@@ -246,9 +247,11 @@ class Gathers:
             if flag is not None:
                 unfit += segment.codec.finding_unfit(received[words], self._inp.dtype, flag)
                 unfit.append(Launch(Spoil(), (self._out[columns][:1], flag)))
-        note = self._note() if keep else ()
+        encode = self._encode(self._inp)
+        if keep:
+            encode = with_fingerprint(encode, self._note)
         return self._program(
-            ("encode parameters", [*self._encode(self._inp), *note]),
+            ("encode parameters", encode),
             ("gather parameters", gather),
             ("decode parameters", [*self._decode(received, self._out), *unfit]),
         )
@@ -259,11 +262,12 @@ class Gathers:
             return Place("kept_message", shape, torch.int32, "kept")
         return Place("parameters_recv", shape, torch.int32)
 
-    def _note(self) -> Iterator[Launch]:
-        yield Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint))
+    @property
+    def _note(self) -> Launch:
+        return Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint))
 
-    def _compare(self, changed: Place) -> Iterator[Launch]:
-        yield Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint, changed))
+    def _compare(self, changed: Place) -> Launch:
+        return Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint, changed))
 
     def _encode(self, x: Place) -> list[Step]:
         return together(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -264,7 +264,9 @@ def merged_calls(
     quantize, dequantize = block_calls(layout, dtypes, average, divisor, ranks)
     if dtypes[1] is None:
         quantize = dithered_call(layout, dtypes[0])
-    yield _merged("quantize_and_put", quantize, put)
+    yield _merged("quantize_and_put", quantize, put, sums=None, before=None)
+    of_one_row = replace(put, rows=(1,))
+    yield _merged("quantize_and_put", quantize, of_one_row, sums=torch.int64, before=torch.int64)
     yield _merged("dequantize_and_sum", dequantize, read)
     yield _merged("dequantize_and_sum", dequantize, total)
 
@@ -279,9 +281,9 @@ def renamed(given: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {_RENAMED.get(name, name): x for name, x in given}
 
 
-def _merged(operator: str, blocks: Call, pieces: Call) -> Call:
-    """One call of two. It has the pieces' rows and divisor."""
-    dtypes = (*blocks.dtypes, *renamed(pieces.dtypes).items())
+def _merged(operator: str, blocks: Call, pieces: Call, **more: torch.dtype | None) -> Call:
+    """One call of two, which may have ``more`` tensors. It has the pieces' rows and divisor."""
+    dtypes = (*blocks.dtypes, *renamed(pieces.dtypes).items(), *more.items())
     options = dict(blocks.options) | renamed(pieces.options)
     return Call(operator, pieces.rows, dtypes, tuple(options.items()))
 

@@ -306,7 +306,7 @@ def _undo_lag(m: Maker) -> Case:
 def _fingerprint(m: Maker) -> Case:
     n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
     x = m.values(n, dtype=m.call.dtype("x"))
-    sums, before = (torch.zeros(k, dtype=torch.int64, device="cpu") for k in (3, 2))
+    sums, before = _no_fingerprint()
     tensors: dict[str, Tensor | None] = {"x": x, "sums": sums, "before": before, "changed": None}
     if m.call.given("changed") is None:
         return m.case(tensors, ["sums", "before"])
@@ -314,6 +314,11 @@ def _fingerprint(m: Maker) -> Case:
     tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
     x[-1:].neg_()
     return m.case(tensors, ["sums", "changed"])
+
+
+def _no_fingerprint() -> tuple[Tensor, Tensor]:
+    first, second = (torch.zeros(k, dtype=torch.int64, device="cpu") for k in (3, 2))
+    return first, second
 
 
 def _put_dense(m: Maker) -> Case:
@@ -349,7 +354,11 @@ def _sum_dense(m: Maker) -> Case:
 
 
 def _quantize_and_put(m: Maker) -> Case:
-    return _merged(m, "quantize", "put_dense")
+    if m.call.given("sums") is None:
+        return _merged(m, "quantize", "put_dense")
+    case = _merged(m.with_one_row(), "quantize", "put_dense")
+    case.tensors["sums"], case.tensors["before"] = _no_fingerprint()
+    return replace(case, written=(*case.written, "sums", "before"))
 
 
 def _dequantize_and_sum(m: Maker) -> Case:

@@ -96,6 +96,10 @@ class Maker:
         call = replace(self.call, operator=operator, options=options)
         return Maker(call, self.inputs, self._generator)
 
+    def with_one_row(self) -> Maker:
+        """Makes the tensors of one destination."""
+        return Maker(self.call, replace(self.inputs, destinations=1), self._generator)
+
     def blocks(self) -> BlockLayout:
         """The layout of the call, made small if the inputs say so."""
         layout = self.call.option("layout")

@@ -158,6 +158,11 @@ def merged(bits, block, grad, residual, wire, divisor, R=4, numel=1 << 14) -> No
     ops.quantize_and_put(
         rows[:, :numel], left, message, None, rows, whole, stamp, average=0.9, **options
     )
+    of_one, noted = slice(0, 1), [torch.zeros(n, dtype=torch.int64) for n in (3, 2)]
+    ops.quantize_and_put(
+        rows[of_one, :numel], left if left is None else left[of_one], message[of_one], None,
+        rows[of_one], whole[of_one], None, *noted, average=0.0, **options,
+    )  # fmt: skip
     for read, out, marks, by in (
         (whole[None], rows[:1], stamp, divisor), (whole[:, None], rows, None, 1),
     ):  # fmt: skip

@@ -107,6 +107,8 @@ def quantize_and_put(t: dict[str, Any], o: dict[str, Any]) -> Results:
         t["grad"], residual, message, layout=o["layout"], average=o["average"], dither=t["dither"]
     )
     found = {"whole": put.pop("message"), "message": message, **put}
+    if t["sums"] is not None:
+        found |= fingerprint(t | {"x": t["x"][0], "changed": None}, {})
     return found if residual is None else found | {"residual": residual}
 
 

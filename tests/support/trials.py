@@ -408,7 +408,7 @@ def _others() -> Iterator[Trial]:
 
 def _in_twos(call: Call, i: int) -> Call:
     """In every third row of the table, which has no stamps, a sum makes two rows."""
-    two = i % 3 == 2 and call.rows[0] == 1
+    two = i % 3 == 2 and call.rows[0] == 1 and len(call.rows) == 2
     return replace(call, rows=(2, call.rows[1])) if two else call
 
 

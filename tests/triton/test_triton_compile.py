@@ -221,7 +221,13 @@ def test_atomics_return_nothing(compiled):
     Peeling follows what its atomics return, which spares it looking for what it freed; and the last
     program of a fingerprint must know that it is the last."""
     for k in compiled:
-        if k.name in ("singles_kernel", "peel_kernel", "finish_kernel", "fingerprint_kernel"):
+        notes = k.name == "quantize_kernel" and k.signature.get("sums", "").startswith("*")
+        if notes or k.name in (
+            "singles_kernel",
+            "peel_kernel",
+            "finish_kernel",
+            "fingerprint_kernel",
+        ):
             assert "atom.global" in k.ptx
             continue
         for result in re.findall(r"\batom\.global\S* (%\w+),", k.ptx):
