@@ -358,9 +358,7 @@ _SHIPPED = (
     "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
     "stateless",
 )  # fmt: skip
-_BF16 = (
-    "4 bits", "2 bits", "1 bit", "1 of 8, measured lead", "hosts", "thrifty", "attn-only",
-)  # fmt: skip
+_BF16 = ("1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead")
 _LLAMA = Setting(
     name="llama",
     shape=Shape(family="llama", width=192, layers=2, heads=6, batch=4),
@@ -394,7 +392,7 @@ _ALL = (
     _with("no clipping", clip=None),
     # Shipped policies leave the matrices of a smaller model uncompressed. Its rate is not swept.
     replace(
-        _with("bf16", half=True),
+        _with("bf16", half=True, windows=1024, evaluations=3),
         shape=Shape(batch=4),
         steps=300,
         rates=(4.5e-3,),
