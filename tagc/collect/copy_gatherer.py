@@ -236,8 +236,8 @@ class CopyGatherer(UnitGatherer):
         self._own_row.copy_(state["copy"])
         self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
         self._knows_others = False
-        self._agreed = []
         self._reductions_then, self._versions_then = self._reductions(), None
+        self._agreed = []
         self._by_others.reset()
         self._since_forward.reset()
         self._fingerprint.copy_(state["copy_fingerprint"])
