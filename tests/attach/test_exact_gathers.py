@@ -20,7 +20,7 @@ from support.block_net import wrap
 from support.distributed import as_on_nccl, on_ranks
 from support.gathering import gathering
 from support.marks import slow
-from support.small_net import local_weights, loss_of, sharded
+from support.small_net import local_weights, loss_of, net, sharded
 from support.states import shipped
 
 # Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
@@ -163,6 +163,25 @@ def test_units_that_change_again_are_measured_again(
     ours = in_parts(model, rank, tagc.compressor(model))
     for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
         assert torch.equal(mine, theirs), f"number {i}"
+
+
+@on_ranks(4)
+def test_each_group_of_ranks_agrees_on_its_own_sizes(rank: int, world_size: int) -> None:
+    """With experts, whose units have other ranks; one of them is gathered first."""
+
+    def experts() -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model: Any = net()
+        fully_shard(model.first, mesh=mesh["expert"], mp_policy=mixed)
+        for module in (model.second, model):
+            fully_shard(module, mp_policy=mixed)
+        return model
+
+    native = in_parts(experts(), rank, None)
+    model = experts()
+    wrap(model, gathering(*ALL), hosts=None)
+    assert all(map(torch.equal, in_parts(model, rank, tagc.compressor(model)), native))
 
 
 @on_ranks(2)
