@@ -119,7 +119,11 @@ class FSDP2Unit(Unit):
     def shard(self) -> Tensor:
         shards = [p._sharded_param_data.detach() for p in self._param_group.fsdp_params]
         assert self.gather_info is not None
-        return torch.cat(shards).to(self.device, self.gather_info.dtype)
+        sizes = [len(shard) for shard in shards]
+        shard = torch.empty(sum(sizes), dtype=self.gather_info.dtype, device=self.device)
+        # As FSDP casts them: NaNs may have other bits after other casts.
+        torch._foreach_copy_(shard.split(sizes), shards)
+        return shard
 
     def restore(self) -> None:
         group = self._param_group

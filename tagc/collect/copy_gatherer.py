@@ -10,6 +10,9 @@ after a step of an optimizer that holds any of the unit's parameters; every rank
 the step calls a closure, it is also due in the first forward of every call. Until an optimizer's
 step was seen (the optimizer may not be torch's), a message is due after each reduction of the
 unit's gradients.
+
+The size of an exact message depends on the parameters. The first unit that is gathered after a step
+measures the messages of all units that have one due, and ranks agree on all sizes at once.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from tagc.basics.warn import warn
 from tagc.collect.alarm import Alarm
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
+from tagc.collect.transport import failing_in
 from tagc.plan.gathers import Gathers
 
 
@@ -35,6 +39,8 @@ class CopyGatherer(UnitGatherer):
         *,
         reductions: Callable[[], int],
         versions: Callable[[], int],
+        shard: Callable[[], Tensor],
+        alike: list[CopyGatherer],
     ) -> None:
         """Start without a copy.
 
@@ -42,6 +48,8 @@ class CopyGatherer(UnitGatherer):
             reductions: returns how often the unit's gradients have left this host; the same on all
                 ranks.
             versions: returns torch's count of writes to the unit's parameters.
+            shard: returns what FSDP would gather now, ``[S]``.
+            alike: gatherers of the same ranks that agree on sizes together; this one adds itself.
         """
         super().__init__(setup)
         programs = self._programs
@@ -49,10 +57,15 @@ class CopyGatherer(UnitGatherer):
         self._declare(programs.whole, *sizes, programs.changes, programs.read, programs.read_early)
         self._own_row = self.copy[self._own]
         self._fingerprint = self.store[programs.fingerprint]
-        self._reductions, self._versions = reductions, versions
+        self._reductions, self._versions, self._shard = reductions, versions, shard
+        self._alike = alike
+        if sizes:
+            alike.append(self)
         # Whether this rank's row of the copy is known, and whether the others are.
         self._knows_own = self._knows_others = False
         self._due = False
+        # Words of each exact segment in the message that is due; empty until ranks agree on them.
+        self._agreed: list[int] = []
         # Whether an optimizer's step was seen.
         self._sees_steps = False
         self._reductions_then = 0
@@ -90,6 +103,7 @@ class CopyGatherer(UnitGatherer):
             ended: whether the step is over; False if it still changes parameters.
         """
         self._due = self._sees_steps = True
+        self._agreed = []
         self._versions_then = self._versions() if ended else None
 
     def note_forward(self) -> None:
@@ -97,6 +111,7 @@ class CopyGatherer(UnitGatherer):
 
     def refresh(self) -> None:
         self._knows_own = False
+        self._agreed = []
         self._by_others.reset()
         self._since_forward.reset()
 
@@ -117,22 +132,22 @@ class CopyGatherer(UnitGatherer):
         self._by_others.check()
         self._since_forward.check()
 
-    def _gather(self, rows: Tensor, inp: Tensor, phase: Phase) -> None:
+    def _gather(self, out: Tensor, inp: Tensor, phase: Phase) -> None:
         self._check_alarms()
         programs = self._programs
         # A backward reads the same copy as its forward. So do forwards that it recomputes.
         reads_as_is = self._knows_others and (phase is Phase.BACKWARD or _in_backward())
-        if self._knows_own and not self._knows_others and not self.store.capturing:
+        if self._knows_own and not self._knows_others and not self._capturing:
             # This completes load_state; its bytes are not counted as a step's.
             self._replay(programs.rows).run({})
             self._knows_others = True
         if reads_as_is or not self._is_due:
             # Sending changes here is not possible: other ranks would not know to receive them.
             early = reads_as_is and self._is_due
-            self._run(programs.read_early if early else programs.read, rows, inp)
+            self._run(programs.read_early if early else programs.read, out, inp)
             (self._since_forward if early else self._by_others).note()
             return
-        if self.store.capturing:
+        if self._capturing:
             raise RuntimeError(
                 f"tagc: a CUDA graph cannot hold the changes of unit {self._name!r}, sent "
                 "once per optimizer step: call tagc.compressor(model).before_capture() right "
@@ -141,21 +156,58 @@ class CopyGatherer(UnitGatherer):
         ahead = phase is Phase.AHEAD
         if self._knows_own:
             self._warn_of_others()
-            fitting = self._fitting(rows, inp)
-            self._run(fitting.changes_ahead if ahead else fitting.changes, rows, inp)
+            fitting = self._fitting(inp)
+            self._run(fitting.changes_ahead if ahead else fitting.changes, out, inp)
         else:
-            self._run(programs.whole_ahead if ahead else programs.whole, rows, inp)
+            self._run(programs.whole_ahead if ahead else programs.whole, out, inp)
             self._knows_own = self._knows_others = True
-        self._due, self._reductions_then = False, self._reductions()
+        self._due, self._agreed, self._reductions_then = False, [], self._reductions()
+        if programs.sizes is not None:
+            self._by_others.note()  # of a change after it was measured
 
-    def _fitting(self, rows: Tensor, inp: Tensor) -> Gathers:
-        """The programs for the next message. Waits for the others' sizes if any segment is exact;
-        all ranks choose by the largest."""
-        programs = self._programs
-        if programs.sizes is None:
-            return programs
-        self._run(programs.sizes, rows, inp)
-        return programs.fitted(self.store.take(programs.totals).amax(0).tolist())
+    def _fitting(self, inp: Tensor) -> Gathers:
+        """The programs for the next message. If any segment is exact, all ranks choose by the
+        largest size, and wait for it if they have not agreed on it yet."""
+        if self._programs.sizes is None:
+            return self._programs
+        if not self._agreed:
+            self._agree(inp)
+        return self._programs.fitted(self._agreed)
+
+    def _agree(self, inp: Tensor) -> None:
+        """Agree on the sizes of this unit's message and of all others that are due. Waits for the
+        device, so later gathers may use what was measured on any stream."""
+        others = [g for g in self._alike if g is not self and g._can_be_measured]
+        mine = [self._measured(inp), *(g._measured(g._shard()) for g in others)]
+        sizes = self._largest(torch.cat(mine)).tolist()
+        for gatherer, words in zip((self, *others), mine, strict=True):
+            gatherer._agreed, sizes = sizes[: len(words)], sizes[len(words) :]
+
+    @property
+    def _can_be_measured(self) -> bool:
+        # A step that no hook sees may follow before the gather, and nothing would say so.
+        return self._due and self._sees_steps and self._knows_own and not self._agreed
+
+    def _measured(self, inp: Tensor) -> Tensor:
+        """Words of each exact segment in a message about ``inp`` ``[S]``; int32."""
+        assert self._programs.sizes is not None
+        self._replay(self._programs.sizes).run({"inp": inp})
+        return torch.cat([self.store[plan][0, :1] for plan in self._programs.measured.values()])
+
+    def _largest(self, mine: Tensor) -> Tensor:
+        """The largest of all ranks' numbers ``[n]``, for each of them."""
+        for level, transport in self._levels.items():
+            self._lockstep.check(transport, len(mine))
+            with failing_in(self._lockstep.what, transport.group):
+                everyones = mine.new_empty(transport.size, len(mine))
+                work = transport.gather(everyones, mine[None])
+                work.wait()
+            mine = everyones.amax(0)
+            if level == "inside":
+                self.inside_bytes += work.wire_bytes
+            else:
+                self.wire_bytes += work.wire_bytes
+        return mine
 
     def _warn_of_others(self) -> None:
         """Warn if the parameters were written to after the optimizer's step. (If you clip or
@@ -185,6 +237,7 @@ class CopyGatherer(UnitGatherer):
         self._knows_own, self._due, self._sees_steps = map(bool, state["copy_flags"].tolist())
         self._knows_others = False
         self._reductions_then, self._versions_then = self._reductions(), None
+        self._agreed = []
         self._by_others.reset()
         self._since_forward.reset()
         self._fingerprint.copy_(state["copy_fingerprint"])

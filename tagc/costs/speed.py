@@ -170,7 +170,7 @@ class _Sample:
             gathers = Gathers(unit)
             program = gathers.changes
             if gathers.sizes is not None:
-                encode += (step for step in gathers.sizes.steps if isinstance(step, Launch))
+                encode += gathers.sizes.steps
                 self._store.declare(gathers.copy)
                 # Half of the parameters have moved by a few units in the last place.
                 moved = torch.randint(0, 8, shape, generator=generator, device=device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,6 +151,7 @@ def make_collectives(
     def make_gatherers() -> None:
         if not any(unit_plan.compressed for unit_plan in plan.parameters):
             return
+        alike: defaultdict[Hashable, list[CopyGatherer]] = defaultdict(list)
         # On every unit, so that the bytes of units that stay dense are counted too.
         for i, (unit, unit_plan) in enumerate(zip(units, plan.parameters, strict=True)):
             unit.check_gather()
@@ -175,6 +177,8 @@ def make_collectives(
                 setup,
                 reductions=lambda i=i: made.reducers[i].counters.steps,
                 versions=lambda unit=unit: sum(p._version for p in unit.trainable()),
+                shard=unit.shard,
+                alike=alike[unit.group, unit.device],
             )
             made.gatherers.append(gatherer)
 

@@ -360,10 +360,12 @@ class Fingerprint(Operator):
 
 @dataclass(frozen=True)
 class Spoil(Operator):
-    """``(x, flag [1] bool)``: every element becomes NaN if the flag is set."""
+    """``(x, flag [1] bool)``: every element becomes ``value`` if the flag is set."""
+
+    value: float = torch.nan
 
     def run(self, x: Tensor, flag: Tensor) -> None:
-        x.masked_fill_(flag, torch.nan)
+        x.masked_fill_(flag, self.value)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 
@@ -35,8 +34,6 @@ from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wai
 from tagc.plan.messages import Segment
 from tagc.plan.unit_plan import UnitPlan
 
-TOTALS: Literal["totals"] = "totals"
-"""The flight of the words of exact segments."""
 # Columns that take less time than another launch.
 _GAP = 1 << 16
 # Sizes of messages whose programs are kept.
@@ -52,6 +49,7 @@ class Gathers:
         changed_early: the same, before a backward of the old parameters was over.
         fingerprint: of the shard that the last message was made from, int64 ``[2]``.
         copy: the parameters as all other ranks know them, ``[H, S]``; only with a codec of changes.
+        measured: by exact segment: the plan of its next message, see :attr:`sizes`.
         unfit: by frozen segment, unless its codec carries all values: set if it cannot carry
             those of the last message; boolean, ``[1]``.
     """
@@ -75,8 +73,12 @@ class Gathers:
             if segment.frozen and [*segment.codec.finding_unfit(self._send, info.dtype, flag)]:
                 self.unfit[segment] = flag
         self._fitted: dict[tuple[int, ...], Gathers] = {}
-        self._exact = [s for s in unit.segments if isinstance(s.codec, ExactPlan)]
-        self.totals = Place("totals_of_all", (info.world_size, len(self._exact)), torch.int32)
+        self.measured: dict[Segment, Place] = {}
+        for segment in unit.segments:
+            if isinstance(segment.codec, ExactPlan):
+                name, words = f"measured.{segment.start}", segment.codec.layout.plan_words
+                self.measured[segment] = Place(name, (1, words), torch.int32, "kept")
+        self._measured_fingerprint = Place("measured_fingerprint", (2,), torch.int64, "kept")
         self._spans: list[tuple[Segment, slice, slice]] = []
         word = 0
         for s in unit.segments:
@@ -132,7 +134,7 @@ class Gathers:
 
     def _whole(self, share: Iterable[Step]) -> Program:
         own = self.copy.row(OWN)
-        steps = [Launch(Copy(), (self._inp, own)), self._note, *self._send_rows()]
+        steps = [Launch(Copy(), (self._inp, own)), self._note(), *self._send_rows()]
         return self._program(("gather parameters", [*steps, *share]))
 
     @cached_property
@@ -147,8 +149,21 @@ class Gathers:
 
     def _changes(self, share: Iterable[Step]) -> Program:
         received = Place("parameters_recv", (self._unit.peers, self._send.shape[1]), torch.int32)
+        encode, share = self._encode_changes(), [*share]
+        if self.measured:
+            # What has changed since it was measured may not fit. This rank then says that nothing
+            # has changed, and raises.
+            check: list[Step] = [self._compare(self.changed, self._measured_fingerprint)]
+            for plan in self.measured.values():
+                check.append(Launch(Spoil(1), (plan[:1], self.changed)))
+            note = Launch(Copy(), (self._measured_fingerprint, self.fingerprint))
+            encode = [*check, *encode, note]
+            if share:
+                share.append(Launch(Spoil(), (self._out[:1], self.changed)))
+        else:
+            encode = with_fingerprint(encode, self._note())
         return self._program(
-            ("encode parameters", with_fingerprint(self._encode_changes(), self._note)),
+            ("encode parameters", encode),
             ("gather parameters", self._gather(received, self._send)),
             ("decode parameters", self._decode(received, self.copy)),
             ("gather parameters", share),
@@ -156,33 +171,20 @@ class Gathers:
 
     @cached_property
     def sizes(self) -> Program | None:
-        """Measures the next message of :meth:`fitted`, and gathers the words of each exact segment
-        in :attr:`totals`; None if no segment is exact."""
-        if not self._exact:
+        """Measures the next message of :meth:`fitted`; None if no segment is exact."""
+        if not self.measured:
             return None
-        own, ranks = self.copy.row(OWN), self._unit.info.ranks_per_host
-        mine = Place("totals", (1, len(self._exact)), torch.int32)
-        measure: list[Step] = []
-        for i, segment in enumerate(self._exact):
-            columns, measured = slice(segment.start, segment.stop), self._measured(segment)
-            layout = _layout_of(segment)
-            places = (self._inp[columns], own[columns], measured)
-            measure.append(Launch(MeasureExact(layout), places, segment.codec.name))
-            measure.append(Launch(Copy(), (measured[:1], mine[i : i + 1])))
-        peers = self._unit.peers
-        out = (
-            self.totals
-            if ranks == 1
-            else Place("totals_across", (1, peers * len(self._exact)), torch.int32)
-        )
-        send: list[Step] = [Send("all-gather", self._level, peers, out, mine, TOTALS), Wait(TOTALS)]
-        if ranks > 1:
-            send += [Send("all-gather", "inside", ranks, self.totals, out, TOTALS), Wait(TOTALS)]
-        return self._program(("encode parameters", measure), ("gather parameters", send))
+        own = self.copy.row(OWN)
+        measure = [self._note(self._measured_fingerprint)]
+        for segment, plan in self.measured.items():
+            columns = slice(segment.start, segment.stop)
+            places = (self._inp[columns], own[columns], plan)
+            measure.append(Launch(MeasureExact(_layout_of(segment)), places, segment.codec.name))
+        return self._program(("encode parameters", measure))
 
     def fitted(self, words: Sequence[int]) -> Gathers:
         """The programs for exact segments of so many words."""
-        fitting = zip(self._exact, words, strict=True)
+        fitting = zip(self.measured, words, strict=True)
         codecs = {s.start: s.codec.fitting(n) for s, n in fitting if isinstance(s.codec, ExactPlan)}
         rooms = tuple(codec.capacity for codec in codecs.values())
         if rooms not in self._fitted:
@@ -195,11 +197,7 @@ class Gathers:
     @property
     def largest(self) -> Gathers:
         """The programs for the longest messages that can occur."""
-        return self.fitted([_layout_of(segment).words for segment in self._exact])
-
-    def _measured(self, segment: Segment) -> Place:
-        words = _layout_of(segment).plan_words
-        return Place(f"measured.{self._exact.index(segment)}", (1, words), torch.int32)
+        return self.fitted([_layout_of(segment).words for segment in self.measured])
 
     @cached_property
     def read(self) -> Program:
@@ -227,7 +225,7 @@ class Gathers:
         else:
             steps = [*self._encode(self._inp)]
         steps += self._decode(self._send, out, exact=False)
-        for segment in self._exact:
+        for segment in self.measured:
             columns = slice(segment.start, segment.stop)
             steps.append(Launch(Copy(), (self._inp[columns], out[columns])))
         return self._program(("encode parameters", steps))
@@ -249,7 +247,7 @@ class Gathers:
                 unfit.append(Launch(Spoil(), (self._out[columns][:1], flag)))
         encode = self._encode(self._inp)
         if keep:
-            encode = with_fingerprint(encode, self._note)
+            encode = with_fingerprint(encode, self._note())
         return self._program(
             ("encode parameters", encode),
             ("gather parameters", gather),
@@ -262,12 +260,12 @@ class Gathers:
             return Place("kept_message", shape, torch.int32, "kept")
         return Place("parameters_recv", shape, torch.int32)
 
-    @property
-    def _note(self) -> Launch:
-        return Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint))
+    def _note(self, fingerprint: Place | None = None) -> Launch:
+        return Launch(Fingerprint(), (self._inp, self._sums, fingerprint or self.fingerprint))
 
-    def _compare(self, changed: Place) -> Launch:
-        return Launch(Fingerprint(), (self._inp, self._sums, self.fingerprint, changed))
+    def _compare(self, changed: Place, before: Place | None = None) -> Launch:
+        places = (self._inp, self._sums, before or self.fingerprint, changed)
+        return Launch(Fingerprint(), places)
 
     def _encode(self, x: Place) -> list[Step]:
         return together(
@@ -288,15 +286,15 @@ class Gathers:
     def _each_change(self, exact: bool) -> Iterator[Launch]:
         changes = Place("changes", self._inp.shape, torch.float32)
         own = self.copy.row(OWN)
-        lossy = (s for s in self._unit.segments if s.codec.of_changes and s not in self._exact)
+        lossy = (s for s in self._unit.segments if s.codec.of_changes and s not in self.measured)
         for span in _joined(lossy):
             yield Launch(Subtract(), (self._inp[span], own[span], changes[span]))
         for segment, columns, words in self._spans:
             x = self._inp[columns]
-            if segment in self._exact and not exact:
+            if segment in self.measured and not exact:
                 continue
-            if segment in self._exact:
-                places = (x, own[columns], self._measured(segment), self._send[words])
+            if segment in self.measured:
+                places = (x, own[columns], self.measured[segment], self._send[words])
                 yield Launch(EncodeExact(_layout_of(segment)), places, segment.codec.name)
                 continue
             if segment.codec.of_changes:
@@ -317,7 +315,7 @@ class Gathers:
         launches = [
             launch
             for segment, columns, words in self._spans
-            if exact or segment not in self._exact
+            if exact or segment not in self.measured
             for launch in segment.codec.decoding(received[words], rows[columns])
         ]
         if check:

@@ -10,10 +10,9 @@ from functools import lru_cache
 
 import torch
 
-from tagc.codecs.exact import ExactPlan
 from tagc.codecs.sketch import COUNTING
 from tagc.ops.program import Program, Send
-from tagc.plan.gathers import TOTALS, Gathers
+from tagc.plan.gathers import Gathers
 from tagc.plan.messages import Segment
 from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.table import format_bytes
@@ -101,7 +100,6 @@ def _elements(unit: UnitPlan, send: Send, i: int) -> float:
     messages = unit.flights.get(send.flight, unit.messages)
     segment: Segment = messages.segments[i]
     beside: dict[str, int] = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
-    beside[TOTALS] = isinstance(segment.codec, ExactPlan)
     return messages.made * beside.get(send.flight, messages.words_of(segment))
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from tagc.codecs import CodecPlan, Cut
+from tagc.codecs.exact import ExactPlan
 from tagc.plan.messages import MessagePlan, Segment, sent_spans
 from tagc.plan.units import UnitInfo, UnitParam
 
@@ -169,11 +170,13 @@ class UnitPlan:
 
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes that a rank stores for a segment between steps: residual, owner state, the
-        forward's message, the copy."""
+        forward's message, the copy, the plan of an exact message."""
         i = self.segments.index(segment)
         stored = sum(m.stored_bytes(m.segments[i]) for m in self.flights.values())
         if self.reuses_forward_message:
             stored += 4 * int(self.messages.words_of(segment)) * self.messages.read
         if self.keeps_copy:
             stored += self.peers * segment.columns * self.info.dtype.itemsize
+        if isinstance(segment.codec, ExactPlan):
+            stored += 4 * segment.codec.layout.plan_words
         return stored

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -10,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 
 import tagc
 from support.block_net import wrap
-from support.distributed import on_ranks
+from support.distributed import as_on_nccl, on_ranks
 from support.gathering import gathering
 from support.marks import slow
-from support.small_net import local_weights, loss_of, sharded
+from support.small_net import local_weights, loss_of, net, sharded
 from support.states import shipped
 
 # Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
@@ -97,6 +100,137 @@ def test_replicas_have_native_bits(rank: int, world_size: int) -> None:
     wrap(model, gathering(*ALL))
     ours = life(model, rank, tagc.compressor(model))
     assert all(map(torch.equal, ours, native))
+
+
+def in_parts(model: Any, rank: int, compressor: Any) -> list[Tensor]:
+    """Losses and parameters of a run in which the first gather after a step, which measures all
+    units, is one of only some of them, and all change again before the others are gathered."""
+    for p in model.second[2].parameters():
+        p.requires_grad_(False)
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
+    rest = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+    optimizers = [torch.optim.AdamW(some, lr=0.01) for some in (matrices, rest)]
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
+    found: list[Tensor] = []
+    for step in range(6):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        found.append(loss.detach())
+        optimizers[0].step()
+        with torch.no_grad():
+            found.append(model.first(x))
+        if step == 2:  # an average swapped in
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(-0.5)
+            if compressor is not None:
+                compressor.refresh()
+        if step == 3 and compressor is not None:
+            compressor.load_state_dict(compressor.state_dict())
+        if step == 4:
+            with failing(model.norm), pytest.raises(ZeroDivisionError):
+                loss_of(model, rank, step)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        for optimizer in optimizers[step % 2 :]:
+            optimizer.step()
+        model.zero_grad()
+    return [*found, *local_weights(model).values()]
+
+
+@contextmanager
+def failing(module: nn.Module) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    hook = module.register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "what", "hosts", "reshard"),
+    [(4, SOME, 2, True), slow(2, ALL, None, True), slow(3, ALL, None, False)],
+)
+def test_units_that_change_again_are_measured_again(
+    rank: int, world_size: int, what: Any, hosts: Any, reshard: bool
+) -> None:
+    native = in_parts(made(torch.bfloat16, reshard_after_forward=reshard), rank, None)
+    model = made(torch.bfloat16, reshard_after_forward=reshard)
+    wrap(model, gathering(*what), hosts=hosts)
+    ours = in_parts(model, rank, tagc.compressor(model))
+    for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
+        assert torch.equal(mine, theirs), f"number {i}"
+
+
+@on_ranks(4)
+def test_each_group_of_ranks_agrees_on_its_own_sizes(rank: int, world_size: int) -> None:
+    """With experts, whose units have other ranks; one of them is gathered first."""
+
+    def experts() -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model: Any = net()
+        fully_shard(model.first, mesh=mesh["expert"], mp_policy=mixed)
+        for module in (model.second, model):
+            fully_shard(module, mp_policy=mixed)
+        return model
+
+    native = in_parts(experts(), rank, None)
+    model = experts()
+    wrap(model, gathering(*ALL), hosts=None)
+    assert all(map(torch.equal, in_parts(model, rank, tagc.compressor(model)), native))
+
+
+@on_ranks(2)
+def test_what_changes_after_it_was_measured_is_an_error(rank: int, world_size: int) -> None:
+    model = made(torch.bfloat16)
+    wrap(model, gathering(*ALL))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.first(torch.ones(5, 7))
+        for p in model.second.parameters():
+            p.mul_(-3.0)  # does not fit
+    with pytest.raises(RuntimeError, match=r"'second' changed, but not by an optim.*refresh\(\)"):
+        loss_of(model, rank, 2)
+
+
+class Waits(TorchFunctionMode):
+    """Counts how often the host reads numbers of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func in (Tensor.tolist, Tensor.item)
+        return func(*args, **kwargs or {})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", [None, 2])
+def test_ranks_agree_on_sizes_once_a_step(rank: int, world_size: int, hosts: Any) -> None:
+    """Of four units. `test_nccl_branch` counts the collectives."""
+    with as_on_nccl():  # without headers, which the host reads, too
+        model = made(torch.bfloat16)
+        wrap(model, gathering(*SOME), hosts=hosts)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        counts = []
+        for step in range(3):
+            for micro in range(min(step + 1, 2)):
+                with Waits() as waits:
+                    loss_of(model, rank, 2 * step + micro).backward()
+                counts.append(waits.count)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counts == [0, 1, 0, 1, 0], counts
 
 
 @pytest.mark.slow
