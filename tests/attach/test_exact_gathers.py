@@ -186,7 +186,7 @@ def test_each_group_of_ranks_agrees_on_its_own_sizes(rank: int, world_size: int)
 
 @on_ranks(2)
 def test_what_changes_after_it_was_measured_is_an_error(rank: int, world_size: int) -> None:
-    model = made(torch.bfloat16)
+    model: Any = made(torch.bfloat16)
     wrap(model, gathering(*ALL))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
