@@ -372,6 +372,26 @@ _LLAMA = Setting(
 )
 _MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
 
+
+def _full_batches(name: str, sites: int, **recipe: Any) -> Setting:
+    """Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers."""
+    return replace(
+        _sites(name, sites, **recipe),
+        shape=replace(_SMALL, ranks=sites, batch=32),
+        steps=2000,
+        dense=_DDP if sites > 1 else DENSE,
+        lines=("sites, every 32, 2 bits, outer momentum 0.5",) if sites > 1 else ("dense",),
+    )
+
+
+_FULL, _FULL_MUON = (
+    [
+        replace(_full_batches(f"{name}, full batches{suffix}", n, **recipe), rates=(rate,))
+        for name, n in (("1 site", 1), ("2 sites", 2), ("8 sites", 8))
+    ]
+    for suffix, rate, recipe in (("", 9e-3, {}), (", Muon", 1.8e-2, {"optimizer": "muon"}))
+)
+
 # After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
 _ALL = (
     Setting(name="2 k tokens, 4 ranks, AdamW"),
@@ -392,7 +412,7 @@ _ALL = (
     replace(_with("Lion", optimizer="lion"), unit=0.1),
     _with("beta2 0.999", beta2=0.999),
     _with("no clipping", clip=None),
-    # Shipped policies leave the matrices of a smaller model uncompressed. The rate is float32's best.
+    # Shipped policies leave the matrices of a smaller model dense. The rate is float32's best.
     replace(_with("bf16", half=True), shape=Shape(), rates=(4.5e-3,), max_rates=1, lines=_BF16),
     # Its rate is not swept.
     _LLAMA,
@@ -405,5 +425,7 @@ _ALL = (
     _MUON_SITES,
     replace(_MUON_SITES, name="2 sites, Muon, 3000 steps", steps=3000),
     replace(_MUON_SITES, name="2 sites, Muon, 10000 steps", steps=10_000, dense=_DDP),
+    *_FULL,
+    *_FULL_MUON,
 )
 SETTINGS = {setting.name: setting for setting in _ALL}
