@@ -149,6 +149,20 @@ _SKETCH = {
     "codec": {"kind": "sketch", "density": 0.2, "symbol": "int32x1"},
     "feedback": {"kind": "residual"},
 }
+
+
+def _matrix(code: str, **when: Any) -> dict[str, Any]:
+    """A rule of a code for the matrices that ``when`` selects."""
+    codec, lead, _ = _CODES[code]
+    return {
+        "when": {"min_numel": 1, **when},
+        "codec": {"kind": "matrix", **codec},
+        "feedback": {"kind": "residual", "lead": lead},
+    }
+
+
+# Muon has the blocks' matrices, Adam the embedding and the head.
+_MUON = [_matrix("2 bits", role=["attention", "mlp"]), _matrix("1 bit")]
 DENSE = Method(name="dense")
 _OTHERS = {
     method.name: method
@@ -157,6 +171,7 @@ _OTHERS = {
         DENSE,
         Method(name="sketch of 20%, residual", policy={"schema": 1, "gradients": [_SKETCH]}),
         Method(name="non-attn", policy=_TAGC),
+        Method(name="2 bits, 1 bit outside blocks", policy={"schema": 1, "gradients": _MUON}),
         Method(name="DDP, loco-4bit", policy="loco-4bit", ddp=True),
         Method(name="DDP, one-bit", policy="one-bit", ddp=True),
         Method(name="DDP, PowerSGD of rank 4", ddp=True, powersgd=4),
@@ -169,6 +184,7 @@ LINES = {
     "4 bits": "4 bits, residual, bfloat16 residual",
     "2 bits": "matrix, 2 bits",
     "1 bit": "matrix, 1 bit",
+    "2 bits, 1 bit outside blocks": "2 bits, 1 bit outside blocks",
     "1 of 8": "matrix, 1 of 8",
     "2 bits, measured lead": "matrix, 2 bits, measured lead",
     "1 bit, measured lead": "matrix, 1 bit, measured lead",
