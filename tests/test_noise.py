@@ -227,6 +227,9 @@ def test_which_optimizers_divide() -> None:
     class Unknown(torch.optim.Optimizer):
         pass
 
+    class MuonWithAuxAdam(torch.optim.Optimizer):
+        pass
+
     assert divides_by_second_moment(torch.optim.AdamW(p), None)
     assert divides_by_second_moment(torch.optim.RMSprop(p), None)
     assert not divides_by_second_moment(torch.optim.SGD(p, lr=1), None)
@@ -234,6 +237,8 @@ def test_which_optimizers_divide() -> None:
     assert divides_by_second_moment(AdamW8bit(p, lr=1), True)
     with pytest.raises(ValueError, match=r"whether Unknown divides.*second_moment=True"):
         divides_by_second_moment(Unknown(p, {}), None)
+    with pytest.raises(ValueError, match=r"whether MuonWithAuxAdam divides"):
+        divides_by_second_moment(MuonWithAuxAdam(p, {}), None)
 
 
 class Lion(torch.optim.SGD):

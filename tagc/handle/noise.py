@@ -24,9 +24,6 @@ of it."""
 
 _DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
 _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
-_NEED_TWO_BITS = {"Lion", "Muon"}
-"""They turn gradients into steps of one size, and the noise of 1 bit with them
-(docs/quality.md)."""
 
 
 class NoiseFactors:
@@ -232,14 +229,20 @@ class LearningRateScaling:
 
 
 def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
-    names = {cls.__name__ for cls in type(optimizer).__mro__} & _NEED_TWO_BITS
+    """Muon and Lion turn gradients into steps of one size, and the noise of 1 bit with them."""
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    names = [name for name in names if name == "Lion" or _is_muon(name)]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if names and (few := held & noise.in_a_bit()):
         warn(
-            f"{names.pop()} holds {len(few)} parameters whose gradients are sent in 1 bit or less, "
+            f"{names[0]} holds {len(few)} parameters whose gradients are sent in 1 bit or less, "
             "and loses a few percent with them: send these in 2 bits, as policy 'two-bit' does "
             "(docs/policies.md, Muon and Lion)"
         )
+
+
+def _is_muon(name: str) -> bool:
+    return "muon" in name.lower()
 
 
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
@@ -249,7 +252,8 @@ def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(n in _DO_NOT for n in names):
         return False
-    if any(n in _DIVIDE or "adam" in n.lower() for n in names):
+    # Some have groups for Muon and groups for Adam.
+    if any(n in _DIVIDE or ("adam" in n.lower() and not _is_muon(n)) for n in names):
         return True
     raise ValueError(
         f"tagc does not know whether {names[0]} divides by the RMS of a gradient, as Adam does: "
