@@ -35,7 +35,7 @@ from .model import Block, Net, Size, split_tensors
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
 
 _LOSSES = "pp 2; tp 2; ep 2; pp 2, tp 2"
-STARVED = Size(layers=2, experts=8, best=2, skew=3.0)
+STARVED = Size(width=64, layers=2, heads=2, experts=8, best=2, skew=3.0)
 _METHODS = "dense; 8 bits; 4 bits"
 
 
