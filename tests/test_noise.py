@@ -227,6 +227,9 @@ def test_which_optimizers_divide() -> None:
     class Unknown(torch.optim.Optimizer):
         pass
 
+    class MuonWithAuxAdam(torch.optim.Optimizer):
+        pass
+
     assert divides_by_second_moment(torch.optim.AdamW(p), None)
     assert divides_by_second_moment(torch.optim.RMSprop(p), None)
     assert not divides_by_second_moment(torch.optim.SGD(p, lr=1), None)
@@ -234,6 +237,39 @@ def test_which_optimizers_divide() -> None:
     assert divides_by_second_moment(AdamW8bit(p, lr=1), True)
     with pytest.raises(ValueError, match=r"whether Unknown divides.*second_moment=True"):
         divides_by_second_moment(Unknown(p, {}), None)
+    with pytest.raises(ValueError, match=r"whether MuonWithAuxAdam divides"):
+        divides_by_second_moment(MuonWithAuxAdam(p, {}), None)
+
+
+class Lion(torch.optim.SGD):
+    """Known by its name."""
+
+
+@on_ranks(2)
+def test_muon_and_lion_are_warned_of_a_bit(rank: int, world_size: int) -> None:
+    two = copy.deepcopy(BIT)
+    two["gradients"][0]["codec"]["bits"] = 2
+    for policy, warned in ((BIT, True), (two, False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a small model
+            model = tagc.wrap(sharded(), policy)
+        compressor = tagc.compressor(model)
+        weights = [p for n, p in model.named_parameters() if n.endswith("weight") and p.ndim == 2]
+        dense = [p for p in weights if p.numel() < 20]
+        few = len(weights) - len(dense)
+        assert dense
+        assert few
+        for optimizer in (torch.optim.Muon(weights), Lion(weights, lr=1.0)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                compressor.keep_rates(optimizer)
+            texts = [str(each.message) for each in caught]
+            assert len(texts) == warned
+            if warned:
+                assert f"{type(optimizer).__name__} holds {few} parameters" in texts[0]
+                assert "policy 'two-bit'" in texts[0]
+        for optimizer in (torch.optim.Muon(dense), torch.optim.AdamW(weights)):
+            compressor.keep_rates(optimizer)  # a warning would be an error
 
 
 def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> None:

@@ -28,7 +28,9 @@ class Size:
     """Sizes of the model; the default has 0.86 M parameters, 2.4 M with 4 experts.
 
     Attributes:
-        experts: feed-forward networks of a block, each token's best one is used; 0 for one.
+        experts: feed-forward networks of a block, each token's best ones are used; 0 for one.
+        best: how many experts each token uses.
+        skew: how much less the router likes the last expert than the first, in nats.
     """
 
     vocab: int = 256
@@ -37,6 +39,8 @@ class Size:
     layers: int = 4
     heads: int = 4
     experts: int = 0
+    best: int = 1
+    skew: float = 0.0
 
 
 class Attention(nn.Module):
@@ -68,38 +72,57 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class FeedForwards(nn.ModuleDict):
+    """The experts of a rank, which FSDP2 can shard as one module."""
+
+    def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Each expert's tokens through it."""
+        return [expert(part) for expert, part in zip(self.values(), parts, strict=True)]
+
+
 class Experts(nn.Module):
-    """Tokens to the rank of their best expert, through it, and back."""
+    """Tokens to the ranks of their best experts, through them, and back.
+
+    Attributes:
+        tokens: how many of this rank's tokens every expert got so far.
+        first: this rank's first expert.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.experts = nn.ModuleDict({str(i): FeedForward(size) for i in range(size.experts)})
-        self.total = size.experts
+        self.experts = FeedForwards({str(i): FeedForward(size) for i in range(size.experts)})
+        self.total, self.best = size.experts, size.best
+        self.bias = -size.skew * torch.linspace(0, 1, size.experts)
+        self.tokens = torch.zeros(size.experts, dtype=torch.int64)
         self.group: dist.ProcessGroup | None = None
+        self.first = 0
 
     def split(self, group: dist.ProcessGroup) -> None:
-        """Keep this rank's experts, which keep their names."""
+        """Keep this rank's experts. They are numbered from 0 on every rank: what FSDP shards must
+        have the same names on all ranks."""
         self.group, each = group, self.total // group.size()
-        for i in range(self.total):
-            if i // each != group.rank():
-                del self.experts[str(i)]
+        self.first = group.rank() * each
+        kept = list(self.experts.values())[self.first : self.first + each]
+        self.experts = FeedForwards({str(i): expert for i, expert in enumerate(kept)})
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        gate, chosen = self.router(tokens).softmax(-1).max(-1)
+        gates, chosen = (self.router(tokens) + self.bias).softmax(-1).topk(self.best)
+        chosen = chosen.flatten()  # of each token, one after the other
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.total)
-        through = self._through(tokens[order], counts)
+        self.tokens += counts
+        through = self._through(tokens[order // self.best], counts)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        return (gate[:, None] * through[back]).view_as(x)
+        parts = through[back].unflatten(0, (-1, self.best))  # [tokens, best, width]
+        return (gates[..., None] * parts).sum(1).view_as(x)
 
     def _through(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """``tokens``, sorted by expert, through their experts."""
         if self.group is None:
-            parts = zip(tokens.split(counts.tolist()), self.experts.values(), strict=True)
-            return torch.cat([expert(part) for part, expert in parts])
+            return torch.cat(self.experts(tokens.split(counts.tolist())))
         ranks = self.group.size()
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
@@ -109,10 +132,10 @@ class Experts(nn.Module):
         arrived = all_to_all_single_autograd(tokens, received, sent, self.group)
         # From every rank, the tokens of every expert of this one.
         parts = arrived.split(by_rank.flatten().tolist())
+        mine = [parts[i :: len(self.experts)] for i in range(len(self.experts))]
         done: list[Any] = [None] * len(parts)
-        for i, expert in enumerate(self.experts.values()):
-            mine = parts[i :: len(self.experts)]
-            done[i :: len(self.experts)] = expert(torch.cat(mine)).split([len(t) for t in mine])
+        for i, out in enumerate(self.experts([torch.cat(each) for each in mine])):
+            done[i :: len(self.experts)] = out.split([len(part) for part in mine[i]])
         return all_to_all_single_autograd(torch.cat(done), sent, received, self.group)
 
 

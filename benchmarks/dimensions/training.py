@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import tagc
 from examples.text import load_corpus
 from tagc.groups.mesh import bytes_by_dimension
+from tagc.policy import Policy
 
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes
@@ -34,6 +35,7 @@ from .model import Block, Net, Size, split_tensors
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
 
 _LOSSES = "pp 2; tp 2; ep 2; pp 2, tp 2"
+STARVED = Size(width=64, layers=2, heads=2, experts=8, best=2, skew=3.0)
 _METHODS = "dense; 8 bits; 4 bits"
 
 
@@ -46,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_METHODS,
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
         "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
+    )
+    add(
+        "--starved",
+        action="store_true",
+        help="2 blocks of 8 experts, each token's best 2; the router favours the first ones",
     )
     add("--seeds", type=int, default=3, help="pairs of each line")
     add("--steps", type=int, default=600, help="of a run whose loss is measured")
@@ -80,13 +87,15 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             for part in text.split(","):
                 name, ranks = part.split()
                 layout[name] = int(ranks)
+            if args.starved and "ep" not in layout:
+                raise ValueError(f"--starved: layout {text.strip()!r} has no dimension 'ep'")
             for method in args.methods.split(";"):
                 yield Job(
                     layout=layout,
                     method=method.strip(),
                     steps=args.steps,
                     seed=seed,
-                    size=Size(experts=4 if "ep" in layout else 0),
+                    size=STARVED if args.starved else Size(experts=4 if "ep" in layout else 0),
                     timed=args.timed if args.rate else 0,
                 )
 
@@ -95,8 +104,9 @@ def table(records: Sequence[Record]) -> str:
     """The tables, as Markdown."""
     losses = [r for r in records if "loss" in r]
     timed = [r for r in records if "seconds" in r]
-    tables = ([_losses(losses)] if losses else []) + ([_times(timed)] if timed else [])
-    return "\n\n".join(tables)
+    shares = [r for r in losses if "expert_shares" in r]
+    made = ((_losses, losses), (_shares, shares), (_times, timed))
+    return "\n\n".join(make(found) for make, found in made if found)
 
 
 def _losses(records: Sequence[Record]) -> str:
@@ -110,6 +120,16 @@ def _losses(records: Sequence[Record]) -> str:
         to = difference(losses, beside) if method != "dense" else None
         rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to or ""))
     return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
+
+
+def _shares(records: Sequence[Record]) -> str:
+    """Of the tokens, the share that each expert had."""
+    rows = [
+        (r["layout"], r["method"], r["seed"], *(f"{share:.2%}" for share in r["expert_shares"]))
+        for r in records
+    ]
+    experts = range(len(records[0]["expert_shares"]))
+    return markdown(("layout", "gradients", "seed", *(f"expert {i}" for i in experts)), rows)
 
 
 def _times(records: Sequence[Record]) -> str:
@@ -184,7 +204,12 @@ class Job:
         """What the result depends on, except the machine."""
         layout = " × ".join(f"{name} {n}" for name, n in self.layout.items())
         about = {"layout": layout, "method": self.method, "steps": self.steps, "rate": self.rate}
-        return about | {"seed": self.seed, "timed": self.timed, **asdict(self.size)}
+        size = asdict(self.size)
+        # Older records have no such keys.
+        for name, default in (("best", 1), ("skew", 0.0)):
+            if size[name] == default:
+                del size[name]
+        return about | {"seed": self.seed, "timed": self.timed, **size}
 
 
 class _InBfloat16(nn.Module):
@@ -207,9 +232,10 @@ class Trainer:
         self._job, self._corpus = job, load_corpus()
         self._policy = policy_of(job.method)
         names, sizes = tuple(job.layout), tuple(job.layout.values())
+        of_data = "dp" in names and not Policy.load(self._policy or "dense").dimensions
         self.mesh: DeviceMesh = (
             native_mesh("cpu", sizes, mesh_dim_names=names)
-            if self._policy is None
+            if self._policy is None or of_data
             else tagc.init_device_mesh("cpu", sizes, mesh_dim_names=names, policy=self._policy)
         )
         torch.manual_seed(job.seed)
@@ -241,9 +267,15 @@ class Trainer:
             if self._policy is not None:
                 tagc.compress_activations(self.net)
             return
+        mesh = self.mesh["dp"]
+        if "ep" in self._job.layout:
+            for block in blocks:
+                experts: Any = block.mlp.experts
+                fully_shard(experts, mesh=mesh)
+            mesh = self.mesh["dp", "ep"]._flatten()
         for block in blocks:
-            fully_shard(block, mesh=self.mesh["dp"])
-        fully_shard(self.net, mesh=self.mesh["dp"])
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
         if self._policy is not None:
             tagc.wrap(self.net, self._policy)
 
@@ -260,7 +292,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = job.rate * (1 - self.steps / job.steps)
         parts = job.layout.get("dp", 1) * job.layout.get("ep", 1)
-        part = self._place("dp") + self._place("ep")
+        part = self._place("dp") * job.layout.get("ep", 1) + self._place("ep")
         batch = self._corpus.batch(_BATCH, job.size.context, seed=job.seed, step=self.steps, rank=0)
         tokens, targets = (t.chunk(parts)[part] for t in batch)
         if self._pipeline is None:
@@ -282,18 +314,37 @@ class Trainer:
         for name, p in self.net.named_parameters():
             assert p.grad is not None
             if ".experts." not in name:
+                if "dp" in self._job.layout:
+                    continue  # FSDP has averaged it over all ranks
                 dist.all_reduce(p.grad, group=self._data)
             p.grad /= self._data.size()
 
-    def weights(self) -> dict[str, Tensor]:
-        """All parameters of the whole model, on all ranks, by name."""
-        mine = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in self.net.named_parameters()
-        }
+    def shares(self) -> list[float]:
+        """Of all tokens' choices so far, the share of each expert, in the mean over the blocks."""
+        blocks: Any = self.net.blocks.values()
+        tokens = torch.stack([block.mlp.tokens for block in blocks]).sum(0)
+        dist.all_reduce(tokens)
+        return [round(share, 5) for share in (tokens / tokens.sum()).tolist()]
+
+    def weights(self, *, gradients: bool = False) -> dict[str, Tensor]:
+        """All parameters of the whole model, or their gradients, on all ranks, by name."""
+        mine = {}
+        for name, p in self.net.named_parameters():
+            t: Any = p.grad if gradients else p
+            whole = t.full_tensor() if isinstance(t, DTensor) else t
+            mine[self._whole_name(name)] = whole.detach().clone()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         return {name: t for rank in everyone for name, t in rank.items()}
+
+    def _whole_name(self, name: str) -> str:
+        """Of a parameter of this rank, in the model that has all experts."""
+        block, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            return name
+        i, _, rest = rest.partition(".")
+        mlp: Any = self.net.get_submodule(f"{block}.mlp")
+        return f"{block}.mlp.experts.{mlp.first + int(i)}.{rest}"
 
     def validate(self) -> float:
         """Held-out loss of the whole model, in nats per token, with exact activations."""
@@ -329,8 +380,10 @@ def train(rank: int, job: Job) -> Record:
         for _ in range(job.steps):
             trainer.step()
         took = (time.perf_counter() - began) / job.steps
-        sent = _sent(job.steps)  # not what the validation gathers
-        return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **sent}
+        found = _sent(job.steps)  # not what the validation gathers
+        if job.size.skew:
+            found["expert_shares"] = trainer.shares()
+        return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **found}
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()

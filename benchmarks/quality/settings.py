@@ -149,6 +149,20 @@ _SKETCH = {
     "codec": {"kind": "sketch", "density": 0.2, "symbol": "int32x1"},
     "feedback": {"kind": "residual"},
 }
+
+
+def _matrix(code: str, **when: Any) -> dict[str, Any]:
+    """A rule of a code for the matrices that ``when`` selects."""
+    codec, lead, _ = _CODES[code]
+    return {
+        "when": {"min_numel": 1, **when},
+        "codec": {"kind": "matrix", **codec},
+        "feedback": {"kind": "residual", "lead": lead},
+    }
+
+
+# Muon has the blocks' matrices, Adam the embedding and the head.
+_MUON = [_matrix("2 bits", role=["attention", "mlp"]), _matrix("1 bit")]
 DENSE = Method(name="dense")
 _OTHERS = {
     method.name: method
@@ -157,6 +171,7 @@ _OTHERS = {
         DENSE,
         Method(name="sketch of 20%, residual", policy={"schema": 1, "gradients": [_SKETCH]}),
         Method(name="non-attn", policy=_TAGC),
+        Method(name="2 bits, 1 bit outside blocks", policy={"schema": 1, "gradients": _MUON}),
         Method(name="DDP, loco-4bit", policy="loco-4bit", ddp=True),
         Method(name="DDP, one-bit", policy="one-bit", ddp=True),
         Method(name="DDP, PowerSGD of rank 4", ddp=True, powersgd=4),
@@ -169,6 +184,7 @@ LINES = {
     "4 bits": "4 bits, residual, bfloat16 residual",
     "2 bits": "matrix, 2 bits",
     "1 bit": "matrix, 1 bit",
+    "2 bits, 1 bit outside blocks": "2 bits, 1 bit outside blocks",
     "1 of 8": "matrix, 1 of 8",
     "2 bits, measured lead": "matrix, 2 bits, measured lead",
     "1 bit, measured lead": "matrix, 1 bit, measured lead",
@@ -370,6 +386,26 @@ _LLAMA = Setting(
 )
 _MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
 
+
+def _full_batches(name: str, sites: int, **recipe: Any) -> Setting:
+    """Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers."""
+    return replace(
+        _sites(name, sites, **recipe),
+        shape=replace(_SMALL, ranks=sites, batch=32),
+        steps=2000,
+        dense=_DDP if sites > 1 else DENSE,
+        lines=("sites, every 32, 2 bits, outer momentum 0.5",) if sites > 1 else ("dense",),
+    )
+
+
+_FULL, _FULL_MUON = (
+    [
+        replace(_full_batches(f"{name}, full batches{suffix}", n, **recipe), rates=(rate,))
+        for name, n in (("1 site", 1), ("2 sites", 2), ("8 sites", 8))
+    ]
+    for suffix, rate, recipe in (("", 9e-3, {}), (", Muon", 1.8e-2, {"optimizer": "muon"}))
+)
+
 # After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
 _ALL = (
     Setting(name="2 k tokens, 4 ranks, AdamW"),
@@ -410,5 +446,7 @@ _ALL = (
     _MUON_SITES,
     replace(_MUON_SITES, name="2 sites, Muon, 3000 steps", steps=3000),
     replace(_MUON_SITES, name="2 sites, Muon, 10000 steps", steps=10_000, dense=_DDP),
+    *_FULL,
+    *_FULL_MUON,
 )
 SETTINGS = {setting.name: setting for setting in _ALL}

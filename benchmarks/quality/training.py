@@ -72,8 +72,10 @@ def train(
     sites = tagc.sites(model, optimizers, run.method.policy or {}) if run.method.in_sites else None
     if recipe.kept:
         assert compressor is not None, "dense rates need no keeping"
-        for optimizer in optimizers:
-            compressor.keep_rates(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Muon and Lion are measured with 1 bit, too
+            for optimizer in optimizers:
+                compressor.keep_rates(optimizer)
     last = recipe.last_evaluations(run.steps)
     losses: dict[int, float] = {}
     norms: list[float] = []

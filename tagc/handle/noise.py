@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from tagc.attach import Unit
 from tagc.basics.tracing import untraced
+from tagc.basics.warn import warn
 from tagc.collect import Transport, UnitReducer, noise_factor
 
 _EVERY = 16
@@ -70,6 +71,22 @@ class NoiseFactors:
             else:  # one flat parameter
                 mean = _mean([named[i.name] for i in infos], [math.prod(i.shape) for i in infos])
                 found |= {id(p): mean for p in params}
+        return found
+
+    def in_a_bit(self) -> set[int]:
+        """Parameters, by ``id(parameter)``, whose gradients have codes of 1 bit or less."""
+        found: set[int] = set()
+        for unit, reducers in self._units:
+            names = {
+                param.name
+                for reducer in reducers
+                for segment in reducer.plan.compressed
+                if (segment.codec.nominal_bits or math.inf) <= 1
+                for param in segment.params
+            }
+            # A flat parameter has many of them; codes of so few bits refuse it.
+            pairs = zip(unit.trainable(), unit.info.params, strict=False)
+            found |= {id(p) for p, info in pairs if info.name in names}
         return found
 
     def mean(self) -> float:
@@ -133,6 +150,7 @@ class LearningRateScaling:
                     "keep: the optimizer chooses it itself; give it one (lr=..., "
                     "relative_step=False)"
                 )
+        _warn_of_few_bits(optimizer, noise)
         # Parameter group, key, the value before the step, and the one during it.
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._removed = False
@@ -210,6 +228,23 @@ class LearningRateScaling:
         self._restore()
 
 
+def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
+    """Muon and Lion turn gradients into steps of one size, and the noise of 1 bit with them."""
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    names = [name for name in names if name == "Lion" or _is_muon(name)]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if names and (few := held & noise.in_a_bit()):
+        warn(
+            f"{names[0]} holds {len(few)} parameters whose gradients are sent in 1 bit or less, "
+            "and loses a few percent with them: send these in 2 bits, as policy 'two-bit' does "
+            "(docs/policies.md, Muon and Lion)"
+        )
+
+
+def _is_muon(name: str) -> bool:
+    return "muon" in name.lower()
+
+
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients."""
     if given is not None:
@@ -217,7 +252,8 @@ def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(n in _DO_NOT for n in names):
         return False
-    if any(n in _DIVIDE or "adam" in n.lower() for n in names):
+    # Some have groups for Muon and groups for Adam.
+    if any(n in _DIVIDE or ("adam" in n.lower() and not _is_muon(n)) for n in names):
         return True
     raise ValueError(
         f"tagc does not know whether {names[0]} divides by the RMS of a gradient, as Adam does: "

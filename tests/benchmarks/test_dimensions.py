@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import tagc
 from benchmarks.dimensions.model import Net, Size
-from benchmarks.dimensions.training import Job, Trainer, policy_of
+from benchmarks.dimensions.training import STARVED, Job, Trainer, policy_of
 from support.distributed import on_ranks
 from tagc.costs.dimensions import activation_traffic
 from tagc.costs.shapes import ModelShapes
@@ -47,6 +49,42 @@ def test_losses_and_bytes(rank: int, world_size: int, dimension: str) -> None:
         losses[method] = trainer.validate()
     if "dense" in losses:
         assert losses["8 bits"] == pytest.approx(losses["dense"], rel=0.003)
+
+
+SMALL_STARVED = replace(STARVED, layers=1)
+
+
+@on_ranks(4, timeout=120)
+def test_experts_under_fsdp_have_the_gradients_of_experts_alone(rank: int, world_size: int) -> None:
+    found = []
+    for layout in ({"dp": 2, "ep": 2}, {"ep": 4}):
+        trainer = Trainer(Job(layout=layout, method="dense", steps=1, size=SMALL_STARVED))
+        optimizer: Any = torch.optim.SGD(trainer.net.parameters(), lr=0.0)
+        optimizer.zero_grad = lambda: None
+        trainer.optimizer = optimizer
+        trainer.step()
+        found.append(trainer.weights(gradients=True))
+        shares = trainer.shares()
+        assert sum(shares) == pytest.approx(1, abs=1e-4)
+        assert shares[0] > 0.3 > 0.02 > shares[-1]
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(4, timeout=120)
+def test_gradients_of_starved_experts_are_compressed(rank: int, world_size: int) -> None:
+    trainer = Trainer(Job(layout={"dp": 2, "ep": 2}, method="one-bit", steps=2, size=SMALL_STARVED))
+    compressed = {
+        param.name
+        for unit in tagc.compressor(trainer.net).plan().units
+        for segment in unit.compressed
+        for param in segment.params
+    }
+    assert any("up.weight" in name for name in compressed), compressed
+    trainer.step()
+    trainer.step()
+    assert 2 < trainer.validate() < 8
 
 
 def test_methods() -> None:
