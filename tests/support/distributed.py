@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import inspect
 import multiprocessing
 import os
@@ -260,3 +261,5 @@ def _run(
         dist.destroy_process_group()
         # DTensor's caches take a mesh for an earlier one of the same ranks, whose group is gone.
         _clear_sharding_prop_cache()
+        # Cycles keep groups of gloo, each with a thread that wakes up a hundred times a second.
+        gc.collect()
