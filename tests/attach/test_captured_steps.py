@@ -32,7 +32,8 @@ from tagc.collect.replay import Store
 from tagc.ops.launches import Advance
 from tagc.policy import data_parallel_policies
 
-POLICIES = ("hybrid", "hosts", "attn-only")
+QUICK = ("hybrid", "hosts", "attn-only")
+POLICIES = (*QUICK, "one-bit", "stateless", "thrifty")
 OTHERS = sorted({*data_parallel_policies()} - {"auto", *POLICIES})
 RUN = 2  # steps before the capture
 
@@ -143,7 +144,7 @@ def same(rank: int, policy: Any, replays: int, kind: type[Run] = Run, **how: Any
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("policy", "replays"),
-    [(p, 3) for p in POLICIES] + [slow(p, 50) for p in POLICIES] + [slow(p, 4) for p in OTHERS],
+    [(p, 3) for p in QUICK] + [slow(p, 50) for p in POLICIES] + [slow(p, 4) for p in OTHERS],
 )
 def test_replays_have_the_bits_of_steps(
     rank: int, world_size: int, policy: str, replays: int
