@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.resources
 import json
+import runpy
 import subprocess
 import sys
 
@@ -49,11 +50,12 @@ def test_bench_runs_the_quick_form(tmp_path, monkeypatch):
     assert parse.parse_args(ran[0][1:]).quick
 
 
-def test_exit_status_reaches_the_shell():
-    command = [sys.executable, "-m", "tagc.commands.cli", "validate", "atn-only"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "did you mean 'attn-only'?" in done.stderr
+def test_exit_status_reaches_the_shell(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tagc", "validate", "atn-only"])
+    monkeypatch.delitem(sys.modules, "tagc.commands.cli")
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("tagc.commands.cli", run_name="__main__")
+    assert "did you mean 'attn-only'?" in capsys.readouterr().err
 
 
 def test_doctor_checks_one_of_every_operator_on_a_cpu(capsys, monkeypatch):

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
+from support.marks import slow
 from support.small_net import local_grads, local_weights, loss_of, of_replicas, sharded, wrapped
 from support.states import shared_folder
 from support.units import codec_plan, unit_reducer
@@ -287,7 +288,7 @@ def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> No
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", ["matrix", "quantized"])
+@pytest.mark.parametrize("codec", ["matrix", slow("quantized")])
 def test_copies_of_the_model_take_the_same_steps(rank: int, world_size: int, codec: str) -> None:
     """Whose gradients go through codecs twice; over copies in one shot or in two."""
     rule = {

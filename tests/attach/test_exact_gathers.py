@@ -86,7 +86,7 @@ def test_a_run_has_native_bits(
     options = {"reshard_after_forward": reshard}
     native = life(made(dtype, **options), rank, None)
     model = made(dtype, **options)
-    wrap(model, gathering(*what), hosts=hosts)
+    wrap(model, gathering(*what), hosts=hosts, ops="cpu")
     ours = life(model, rank, tagc.compressor(model))
     for i, (mine, theirs) in enumerate(zip(ours, native, strict=True)):
         assert torch.equal(mine, theirs), f"number {i}"
@@ -97,7 +97,7 @@ def test_a_run_has_native_bits(
 def test_replicas_have_native_bits(rank: int, world_size: int) -> None:
     native = life(made(torch.bfloat16, replicas=2), rank, None)
     model = made(torch.bfloat16, replicas=2)
-    wrap(model, gathering(*ALL))
+    wrap(model, gathering(*ALL), ops="cpu")
     ours = life(model, rank, tagc.compressor(model))
     assert all(map(torch.equal, ours, native))
 

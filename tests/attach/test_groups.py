@@ -350,7 +350,7 @@ def wrong(program: list[Call], rank: int, group: Any) -> str:
     return ""
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow(3))
 @pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32), (0, 0)])
 @pytest.mark.parametrize("seeds", [range(6), slow(range(6, 150))], ids=str)
 def test_random_programs(rank: int, world_size: int, seeds: range, bits: int, block: int) -> None:

@@ -18,6 +18,7 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
+from support.marks import slow
 from support.small_net import (
     local_grads,
     local_weights,
@@ -92,7 +93,7 @@ def test_the_same_as_tagc_averages_over_replicas_that_it_is_given(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("off", [False, True], ids=["", "switched off"])
+@pytest.mark.parametrize("off", [False, slow(True)], ids=["", "switched off"])
 def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int, off: bool) -> None:
     """As what waits on a host: it cannot be saved, and a load or the user drops it."""
     codec = {"kind": "quantized", "bits": 8, "block": 32}

@@ -15,7 +15,7 @@ import tagc
 from parity.model import loss_of
 from parity.option import wrap_blocks
 from support import oracle, small_net
-from support.block_net import RECOMPUTED, net, recomputing, sharded, wrap
+from support.block_net import net, recomputing, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
@@ -118,7 +118,7 @@ def with_other_forwards(model: Any, rank: int, step: int) -> None:
 
 
 WAYS: dict[str, tuple[Any, Any]] = {
-    **{how: (lambda how=how: recomputing(how), once) for how in RECOMPUTED},
+    **{how: (lambda how=how: recomputing(how), once) for how in ("around", "reentrant around")},
     "called twice": (lambda: sharded(net(times=2)), once),
     "staying after backward": (lambda: sharded(net()), staying_after_backward),
     "other forwards": (lambda: sharded(net()), with_other_forwards),
@@ -195,17 +195,16 @@ def with_others(model: Any, by_data: bool, body: Any) -> None:
     swap(own.get)
 
 
-@pytest.mark.some(2)
-@on_ranks(4)
+@on_ranks()
 @pytest.mark.parametrize(
-    ("how", "mode", "by_data"),
+    ("world_size", "how", "mode", "by_data"),
     [
-        ("plain", "inference_mode", True),
-        slow("inside", "no_grad", False),
-        slow("inside", "no_grad", True),
-        ("reentrant inside", "no_grad", True),
-        ("wrapper", "inference_mode", False),
-        ("halves", "no_grad", False),
+        slow(2, "plain", "inference_mode", True),
+        slow(2, "inside", "no_grad", False),
+        slow(2, "inside", "no_grad", True),
+        (2, "reentrant inside", "no_grad", True),
+        (2, "wrapper", "inference_mode", False),
+        slow(4, "halves", "no_grad", False),
     ],
 )
 def test_a_forward_that_autograd_does_not_record_changes_nothing(

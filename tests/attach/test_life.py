@@ -25,6 +25,7 @@ from support.distributed import on_ranks
 from support.exact import EXACT, equal
 from support.failing import fails
 from support.layouts import Layout
+from support.marks import slow
 from support.site_net import FOUR_BITS, adam, policy
 from support.site_net import train as train_site
 from support.small_net import local_weights, loss_of, net, sharded, train
@@ -39,7 +40,8 @@ QUANTIZED = POLICIES["quantized residual"]
     ("api", "policy"),
     [
         *((api, "quantized residual") for api in APIS),
-        *(("FSDP2", policy) for policy in ("parameters", "changes")),
+        slow("FSDP2", "parameters"),
+        ("FSDP2", "changes"),
     ],
 )
 def test_removed_wrapped_again_and_dropped(

@@ -18,6 +18,7 @@ import tagc
 from support.coded_mesh import mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
+from support.marks import slow
 from support.parallel_net import loss_of, parallel
 from tagc.groups.mesh import bytes_by_dimension
 
@@ -112,7 +113,7 @@ def has_torchs_bits(mine: Any, native: Any, dimension: str, most: float = 0.77) 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [slow(False), True])
 def test_exact_tensor_parallel(rank: int, world_size: int, sequence: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -365,7 +366,7 @@ CODECS: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [slow("blocks"), "by chance", "sketch"])
 def test_parameters_that_are_not_divided_stay_alike(rank: int, world_size: int, codec: str) -> None:
     """The norm and the head: though others share their rule and role, and stand beside them in the
     unit."""

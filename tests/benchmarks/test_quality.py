@@ -180,12 +180,10 @@ def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
     assert train(replace(RUN, method=DENSE))["bits"] == 32
     changes = train(replace(RUN, method=method_of("changes in 4 bits")))
     assert (changes["bits"], changes["parameter_bits"] < 5) == (32, True)
-    sketch = train(replace(RUN, method=method_of("sketch of 20%, residual")))
-    assert sketch["loss"] is not None
 
 
 @on_ranks(2, timeout=300)
-@pytest.mark.parametrize("optimizer", ["adamw", slow("muon"), "sgd", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("muon"), slow("sgd"), "lion"])
 def test_every_optimizer_trains(rank: int, world_size: int, optimizer: str) -> None:
     recipe = Recipe(optimizer=optimizer, windows=8, kept=True, clip=None)
     said = train(replace(RUN, method=method_of("1 bit"), recipe=recipe))

@@ -23,6 +23,7 @@ from support import fsdp1_net, small_net
 from support.distributed import on_ranks, run_ranks
 from support.exact import equal
 from support.layouts import Layout
+from support.marks import slow
 from support.states import (
     BFLOAT16,
     LEAD,
@@ -196,7 +197,7 @@ def test_other_ranks_are_told_to_load_the_folder(tmp_path: Path) -> None:
     ("old", "new"),
     [
         (Layout(2, tensor=2), Layout(4, tensor=1)),
-        (Layout(4, per_host=2), Layout(4)),
+        slow(Layout(4, per_host=2), Layout(4)),
         (Layout(4, "DDP"), Layout(4, "DDP", per_host=2)),
     ],
     ids=str,

@@ -150,7 +150,7 @@ by_shape = pytest.mark.parametrize(
 by_density = pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
 @by_density
 @by_shape
@@ -160,6 +160,7 @@ def test_stationary_gradients(draw, density, feedback):
     check_settled(run)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrong", [1 / 30, 30])
 @by_density
 def test_a_wrong_first_threshold(density, wrong):

@@ -153,7 +153,7 @@ def cases() -> list[Any]:
     return [(int(case[0].split()[1]), *case) for case in random.Random(0).sample(every, 160)]
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(8)
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "route", "codec", "feedback", "numbers"), cases())
 def test_nothing_is_lost(
@@ -208,7 +208,7 @@ def conserves(backward: Backward, accounts: Accounts, rank: int, draw: Callable)
     assert all(count.unresolved == 0 for count in reducer.selection_counts())
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "route", "codec", "feedback", "bad"),
@@ -245,7 +245,7 @@ def test_what_is_not_finite_shows_once(
                 assert sketch_of(reducer).threshold.isfinite().all()
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "route", "codec"),

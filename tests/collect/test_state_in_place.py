@@ -99,9 +99,14 @@ def test_state_stays_where_it_is(rank: int, world_size: int, policy: str) -> Non
         check(wrapped(POLICIES[policy]), rank, loss_of)
 
 
+@pytest.mark.slow
 @on_ranks(4)
-def test_on_hosts_and_across_replicas(rank: int, world_size: int) -> None:
+def test_on_hosts(rank: int, world_size: int) -> None:
     check(wrapped(POLICIES["inside"], hosts=2), rank, loss_of)
+
+
+@on_ranks(4)
+def test_across_replicas(rank: int, world_size: int) -> None:
     feedback = {"kind": "residual", "lead": 0.5}
     rule = {"when": {"name": "*.weight"}, "codec": QUANTIZED, "feedback": feedback}
     model, _ = small_net.wrapped({"gradients": [rule], "replicas": [rule]})

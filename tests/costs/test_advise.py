@@ -129,10 +129,10 @@ def test_on_a_cpu_codecs_are_measured_and_gloo_wastes(shapes: str, capsys: Any) 
 
 def test_what_ranks_on_a_host_send(capsys: Any) -> None:
     """A ring crosses a host's link once; with a policy 8 ranks add up first, and send for 8."""
-    common = ("advise", "--params", "1e9", "--world", "64", "--bandwidth", "10Gbit")
+    common = ("advise", "--params", "1e8", "--world", "64", "--bandwidth", "10Gbit")
     alone, shared = (rows(run(capsys, *common, *more)) for more in ((), ("--ranks-per-host", "8")))
     assert alone["dense fp32"] == shared["dense fp32"]
-    assert alone["loco-4bit"][0] > shared["loco-4bit"][0]
+    assert bytes_of(alone["loco-4bit"][0]) > bytes_of(shared["loco-4bit"][0])
     shapes = {"layers.0.up_proj.weight": (1024, 64), "layers.1.up_proj.weight": (1024, 64)}
     sent = [
         sum(row.wire_bytes for row in plan.rows if row.direction == "gradients")
@@ -192,7 +192,7 @@ def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
     assert set(data["refused"]) == left_out | {"half-bit"}
 
 
-LARGE = ("advise", "--params", "70e9", "--world", "64", "--ranks-per-host", "8")
+LARGE = ("advise", "--params", "2e9", "--world", "64", "--ranks-per-host", "8")
 
 
 def bytes_of(text: str) -> float:
@@ -201,21 +201,22 @@ def bytes_of(text: str) -> float:
 
 
 def test_what_does_not_fit_is_not_advised(capsys: Any) -> None:
-    """70e9 parameters on 8 hosts of 8: a residual and a copy of 2 + 2 bytes, divided by 8."""
-    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "80GB")
+    """2e9 parameters on 8 hosts of 8: a residual and a copy of 2 + 2 bytes, divided by 8, and
+    buffers of a block."""
+    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "4GB")
     table = rows(out)
     assert table["hybrid"][5].endswith(", too much")
-    assert bytes_of(table["hybrid"][5]) > 80e9
+    assert bytes_of(table["hybrid"][5]) > 4e9
     for name in ("hosts", "thrifty"):
-        assert bytes_of(table[name][5]) < 80e9
+        assert bytes_of(table[name][5]) < 4e9
     stored = bytes_of(table["hosts"][5]) - bytes_of(table["dense fp32, bf16 parameters"][5])
-    assert 4 * 70e9 / 8 < stored < 4.2 * 70e9 / 8
+    assert 4 * 2e9 / 8 < stored < 4.8 * 2e9 / 8
     # A sixth of dense bf16's time on the link, and a tenth.
     dense = bytes_of(table["dense bf16"][0])
     assert bytes_of(table["hosts"][0]) < dense / 6
     assert bytes_of(table["thrifty"][0]) < dense / 10
     assert "Compression pays: thrifty takes" in out
-    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "50GB")
+    out = run(capsys, *LARGE, "--bandwidth", "100Gbit", "--device-memory", "3GB")
     assert re.search(r"thrifty would take .*, but needs .* a rank: it does not fit", out)
     # `auto` takes changes in 4 bits here, and so needs as much as `hosts`.
     assert "Compression pays: stateless takes" in out

@@ -152,7 +152,7 @@ def test_the_data_ranks_of_a_host_share_its_card(capsys: Any) -> None:
     seconds = {}
     for mesh, per_host in (("dp=4", "1"), ("dp=4,tp=8", "8"), ("tp=8,dp=4", "1")):
         options = ["--mesh", mesh, "--ranks-per-host", per_host, "--tflops", "100"]
-        assert main([*ADVISE, *options, "--json"]) == 0
+        assert main([*ADVISE, "--params", "1e8", *options, "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
         assert data["compute"] == 6 * data["model"]["parameters"] * 8192 / 1e14
         (found,) = (c for c in data["candidates"] if c["name"] == "dense bf16")

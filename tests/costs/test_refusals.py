@@ -295,7 +295,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     key=st.sampled_from(["config", "index", "header", "shapes"]),
     name=st.sampled_from([*LLAMA, "architectures", "shape", "dtype", "data_offsets", "w"]),

@@ -87,7 +87,7 @@ def test_the_plan() -> None:
 
 
 def test_of_the_command(capsys: Any) -> None:
-    given = ["advise", "--params", "1B", "--sites", "4", "--bandwidth", "200Mbit"]
+    given = ["advise", "--params", "1e8", "--sites", "4", "--bandwidth", "200Mbit"]
     assert main([*given, "--latency", "50ms", "--step-time", "1s"]) == 0
     text = capsys.readouterr().out
     assert "4 sites of 1 ranks; 200 Mbit/s and 50 ms a collective between sites" in text

@@ -161,7 +161,7 @@ def set_default() -> Iterator[Callable[[torch.dtype], None]]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F64], ids=["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", [BF16, slow(F64)], ids=["bfloat16", "float64"])
 @pytest.mark.parametrize("trial", IN_FLOAT32, ids=lambda trial: trial.name)
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_gives_the_same_bits(name, trial: Trial, dtype, set_default):

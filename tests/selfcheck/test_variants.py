@@ -63,7 +63,7 @@ def calls_of(policy: str, ranks: int) -> Recorder:
 @pytest.mark.parametrize(
     "policy",
     [
-        policy if policy in ("attn-only", "thrifty") else slow(policy)
+        policy if policy == "attn-only" else slow(policy)
         for policy in sorted(set(data_parallel_policies()) - {"auto", "dense"})
     ],
 )

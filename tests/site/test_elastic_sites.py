@@ -18,6 +18,7 @@ from support.elastic import Round
 from support.elastic_site import DELAYED, POLICY, ElasticSite, check_accounts, joined
 from support.exact import equal
 from support.failing import fails
+from support.marks import slow
 from support.site_net import DENSE, FOUR_BITS, adam, policy, train
 from support.small_net import local_weights, net
 from support.units import gathered
@@ -54,9 +55,7 @@ def random_script(seed: int, sites: int, rounds: int) -> list[Round]:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))]
-)
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 40))])
 @pytest.mark.parametrize("rules", [POLICY, DELAYED], ids=["waiting", "delayed"])
 def test_faults_at_random(rank: int, world_size: int, rules: Any, seed: int) -> None:
     script = random_script(seed, world_size, 8)
@@ -66,7 +65,7 @@ def test_faults_at_random(rank: int, world_size: int, rules: Any, seed: int) -> 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("rules", [POLICY, DELAYED], ids=["waiting", "delayed"])
+@pytest.mark.parametrize("rules", [POLICY, slow(DELAYED)], ids=["waiting", "delayed"])
 def test_ranks_of_a_site_count_together(rank: int, world_size: int, rules: Any) -> None:
     """An answer that one rank lacks is in doubt for all ranks of its site."""
     script = [

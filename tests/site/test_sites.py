@@ -19,7 +19,7 @@ from support.conservation import Accounts
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.marks import covering
+from support.marks import covering, slow
 from support.parallel_net import Block, parallel
 from support.parallel_net import loss_of as loss_of_parallel
 from support.site_net import DENSE, FOUR_BITS, adam, inside, policy, train
@@ -373,7 +373,7 @@ def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", ["delta", "quantized"])
+@pytest.mark.parametrize("codec", ["delta", slow("quantized")])
 def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> None:
     """By tagc.wrap, also with a copy of the parameters, which the exchange changes."""
     model, sites, site = inside("FSDP2", rank, world_size)
@@ -403,7 +403,7 @@ def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> Non
 def trained_in_parallel(model: Any, site: int, sites: Any, rule: Any) -> Any:
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, policy(rule, every=2), sites=sites)
-    for step in range(5):
+    for step in range(3):
         optimizer.zero_grad()
         loss_of_parallel(model, site, step).backward()
         optimizer.step()
@@ -412,7 +412,7 @@ def trained_in_parallel(model: Any, site: int, sites: Any, rule: Any) -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("rule", [DENSE, FOUR_BITS], ids=["dense", "4 bits"])
+@pytest.mark.parametrize("rule", [DENSE, slow(FOUR_BITS)], ids=["dense", "4 bits"])
 def test_tensor_parallelism_inside_a_site(rank: int, world_size: int, rule: Any) -> None:
     """A site of two ranks learns what one on a single rank learns."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ def in_flight(rank: int) -> tuple[Any, Any, Any]:
     return model, optimizer, handle
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_meanwhile(tmp_path: Path) -> None:
     """Or raises: it has its own exit status, and does not abort in gloo's thread."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TAGC_OPS": "reference", "GLOO_SOCKET_IFNAME": "lo"}

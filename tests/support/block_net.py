@@ -47,11 +47,6 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
     return {n: g.to_local().clone() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
-RECOMPUTED = ("inside", "wrapper", "around", "reentrant around")
-"""Kinds of activation checkpointing: in a block, with torch's wrapper around it, and around sharded
-blocks that are each called twice."""
-
-
 class Twice(nn.Module):
     """Calls its block twice, once in a checkpoint."""
 
@@ -67,7 +62,9 @@ class Twice(nn.Module):
 
 
 def recomputing(how: str) -> Any:
-    """A sharded model that recomputes its blocks in backward."""
+    """A sharded model that recomputes its blocks in backward: by a checkpoint ``inside`` of each,
+    torch's ``wrapper`` around each, or one ``around`` sharded blocks that are each called twice
+    (``reentrant around``)."""
     model = net(recompute=how == "inside")
     if how == "wrapper":
         wrap_blocks(model)

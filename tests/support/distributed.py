@@ -261,5 +261,17 @@ def _run(
         dist.destroy_process_group()
         # DTensor's caches take a mesh for an earlier one of the same ranks, whose group is gone.
         _clear_sharding_prop_cache()
-        # Cycles keep groups of gloo, each with a thread that wakes up a hundred times a second.
-        gc.collect()
+        _collect()
+
+
+_modules = 0
+
+
+def _collect() -> None:
+    """Free groups of gloo that cycles keep, each with a thread that wakes up a hundred times a
+    second. Modules that a job imported stay, and no later collection need look at them."""
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.freeze()

@@ -131,7 +131,7 @@ BLOCKS = [
     (8, F16, None),
 ]
 # bits, gradient: those rounded stochastically.
-DITHERED = [(4, F32), (8, F32)]
+DITHERED = [(4, F32), (8, F32), (8, BF16)]
 RARER_BLOCKS = [
     (4, BF16, F32),
     (4, BF16, BF16),
@@ -194,16 +194,17 @@ def _twofold(call: Call) -> Call:
 # bits, group, gradient, residual
 MATRICES = [
     (1, 1, F32, F32),
-    (2, 1, F32, BF16),
-    (2, 1, F16, BF16),
+    (1, 1, F32, BF16),
     (2, 1, BF16, F32),
-    (1, 8, F32, F32),
+    (1, 8, F32, BF16),
 ]
 RARER_MATRICES = [
     (1, 1, BF16, BF16),
+    (2, 1, F32, BF16),
+    (2, 1, F16, BF16),
+    (1, 8, F32, F32),
     (1, 8, BF16, F32),
     (1, 8, F32, None),
-    (1, 8, F32, BF16),
     (1, 8, F16, BF16),
     (2, 1, BF16, None),
 ]
@@ -414,12 +415,14 @@ def _in_twos(call: Call, i: int) -> Call:
 
 def _merged(wire: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[Call, Inputs]]:
     """Pieces as of :data:`DENSE`, beside blocks. Every fourth row reads messages that are added."""
-    dtypes = itertools.cycle(((dtype, F32), (dtype, BF16), (dtype, None)))
+    forms = itertools.cycle((bits, residual) for bits, of, residual in BLOCKS if of == dtype)
     sizes = itertools.cycle(((131, 32), (700, 256), (0, 64), (5000, 4096)))
     for i, (pieces, ranks, divisor) in enumerate(DENSE):
         numel, block = next(sizes)
-        layout = BlockLayout(numel=numel, bits=(8, 4)[i % 2], block=block)
-        form = layout, dense_layout(wire, pieces), next(dtypes), (0.0, 0.9)[i // 2 % 2], divisor
+        bits, residual = next(forms)
+        layout = BlockLayout(numel=numel, bits=bits, block=block)
+        dtypes = dtype, residual
+        form = layout, dense_layout(wire, pieces), dtypes, (0.0, 0.9)[i // 2 % 2], divisor
         for call in merged_calls(*form, stamped=i % 3 < 2, ranks=ranks):
             if call.rows == (ranks, 1) and i % 4 == 0:
                 options = dict(call.options) | {"add": True}
