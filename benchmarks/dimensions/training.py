@@ -35,7 +35,7 @@ from .model import Block, Net, Size, split_tensors
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
 
 _LOSSES = "pp 2; tp 2; ep 2; pp 2, tp 2"
-STARVED = Size(width=64, layers=2, heads=2, experts=8, best=2, skew=3.0)
+STARVED = Size(width=64, layers=2, heads=2, experts=8, best=2, skew=6.0)
 _METHODS = "dense; 8 bits; 4 bits"
 
 
@@ -125,11 +125,12 @@ def _losses(records: Sequence[Record]) -> str:
 def _shares(records: Sequence[Record]) -> str:
     """Of the tokens, the share that each expert had."""
     rows = [
-        (r["layout"], r["method"], r["seed"], *(f"{share:.2%}" for share in r["expert_shares"]))
+        (r["layout"], r["method"], r["seed"], i, *(f"{share:.2%}" for share in of_block))
         for r in records
+        for i, of_block in enumerate(r["expert_shares"])
     ]
-    experts = range(len(records[0]["expert_shares"]))
-    return markdown(("layout", "gradients", "seed", *(f"expert {i}" for i in experts)), rows)
+    experts = (f"expert {i}" for i in range(records[0]["experts"]))
+    return markdown(("layout", "gradients", "seed", "block", *experts), rows)
 
 
 def _times(records: Sequence[Record]) -> str:
@@ -319,12 +320,13 @@ class Trainer:
                 dist.all_reduce(p.grad, group=self._data)
             p.grad /= self._data.size()
 
-    def shares(self) -> list[float]:
-        """Of all tokens' choices so far, the share of each expert, in the mean over the blocks."""
+    def shares(self) -> list[list[float]]:
+        """For each block, the share of each expert of all tokens' choices so far."""
         blocks: Any = self.net.blocks.values()
-        tokens = torch.stack([block.mlp.tokens for block in blocks]).sum(0)
+        tokens = torch.stack([block.mlp.tokens for block in blocks])  # [blocks, experts]
         dist.all_reduce(tokens)
-        return [round(share, 5) for share in (tokens / tokens.sum()).tolist()]
+        shares = (tokens / tokens.sum(1, keepdim=True)).tolist()
+        return [[round(share, 5) for share in of_block] for of_block in shares]
 
     def weights(self, *, gradients: bool = False) -> dict[str, Tensor]:
         """All parameters of the whole model, or their gradients, on all ranks, by name."""

@@ -295,15 +295,17 @@ class Compressor(Handle):
         sample of its elements. Ranks exchange a few numbers now and then. For each step of the
         optimizer, tagc multiplies the rates of its parameter groups by that factor and divides
         AdamW's decay by it; afterwards it restores both. Schedules are not affected. Optimizers
-        without a second moment (SGD, Muon, Lion) are left alone. Call it on all ranks, after
-        ``tagc.wrap`` and before you load a state, which then includes the factors.
+        without a second moment (SGD, Muon, Lion) are left alone; tagc warns if Muon or Lion gets
+        gradients in 1 bit or less. Call it on all ranks, after ``tagc.wrap`` and before you load a
+        state, which then includes the factors.
 
         A parameter group has one factor, the mean over its parameters. So put parameters that stay
         dense (norms, biases) into their own group, as is usual for parameters without decay.
 
         Args:
             second_moment: whether the optimizer divides by a second moment. If None, tagc decides
-                for torch's optimizers and for any optimizer whose class name contains "Adam".
+                for torch's optimizers and for any optimizer whose class name contains "Adam" and
+                not "Muon".
 
         Returns:
             An object with the ``factors`` of the last step, and with ``remove()``, which leaves the
