@@ -206,7 +206,7 @@ def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     (found,) = map(json.loads, record.read_text().splitlines())
     assert 0 < found["share"] < 1
     # 32 blocks and the root: a launch to encode, and one to decode, in a reduction and in a gather;
-    # one in a backward that reads its messages again, and 2 fingerprints. The root gathers once and
-    # has two compressed segments.
-    assert found["tagc_started"] == 32 * 7 + 8
+    # one in a backward that reads its messages again, and one that compares fingerprints. The root
+    # gathers once and has two compressed segments.
+    assert found["tagc_started"] == 32 * 6 + 8
     assert "| hybrid |" in capsys.readouterr().out
