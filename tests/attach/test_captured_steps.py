@@ -218,8 +218,10 @@ CASES: dict[str, tuple[type[Run], Any, int]] = {
 def test_what_happens_between_replays(rank: int, world_size: int, case: str) -> None:
     kind, policy, replays = CASES[case]
     # After four steps, noise and shares are measured in every other one.
-    seldom = {"_FIRST": 4, "_EVERY": 2}
-    with patch.multiple(gauge, **seldom), patch.multiple(reducer_state, **seldom):
+    with (
+        patch.multiple(gauge, _FIRST=4, _EVERY=2),
+        patch.multiple(reducer_state, _FIRST=4, _EVERY=2),
+    ):
         same(rank, policy, replays, kind)
 
 
