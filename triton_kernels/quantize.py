@@ -145,15 +145,14 @@ def quantize_and_put(
     """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
     _, warps = blocks_and_warps(layout.block, _EACH)
     puts, pieces = put_arguments(x, whole, stamp, dense, warps)
-    programs, pieces["puts"] = puts, puts
+    pieces["puts"], parts = puts, 0
     if sums is not None:
         bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
-        programs += parts
         pieces |= {
             "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
             "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
         }  # fmt: skip
-    _launch(grad, residual, message, dither, layout, average, programs, **pieces)
+    _launch(grad, residual, message, dither, layout, average, puts + parts, **pieces)
 
 
 def _launch(

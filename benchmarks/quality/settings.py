@@ -64,9 +64,8 @@ def method_of(name: str) -> Method:
         return _in_sites(name, parts)
     rates = _RATES
     if first == "matrix" and parts and parts[0] in _CODES:
-        code, lead, rates = _CODES[parts.pop(0)]
-        feedback = {"kind": "residual", "lead": lead, "dtype": "float32"}
-        rule: dict[str, Any] = {"codec": {"kind": "matrix", **code}, "feedback": feedback}
+        rates = _CODES[parts[0]][2]
+        rule = _matrix(parts.pop(0))
     elif first == "dense":
         rule = {"codec": {"kind": "dense"}}
     elif found := re.fullmatch(r"(\d) bits(?: in blocks of (\d+))?", first):
@@ -157,7 +156,7 @@ def _matrix(code: str, **when: Any) -> dict[str, Any]:
     return {
         "when": {"min_numel": 1, **when},
         "codec": {"kind": "matrix", **codec},
-        "feedback": {"kind": "residual", "lead": lead},
+        "feedback": {"kind": "residual", "lead": lead, "dtype": "float32"},
     }
 
 
@@ -184,7 +183,6 @@ LINES = {
     "4 bits": "4 bits, residual, bfloat16 residual",
     "2 bits": "matrix, 2 bits",
     "1 bit": "matrix, 1 bit",
-    "2 bits, 1 bit outside blocks": "2 bits, 1 bit outside blocks",
     "1 of 8": "matrix, 1 of 8",
     "2 bits, measured lead": "matrix, 2 bits, measured lead",
     "1 bit, measured lead": "matrix, 1 bit, measured lead",
