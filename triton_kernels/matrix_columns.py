@@ -10,12 +10,23 @@ Worked example (2 lanes): a column with the magnitudes 1, 2, 3, 4, 5 has the lan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from tagc.ops.matrix import COLUMN_LANES, MatrixLayout
+from tagc.ops.matrix import COLUMN_LANES
 
 from .jit import jit, tl
-from .matrix_numbers import bounded, column_upper, load_x, pairs, whose_matrix
+from .matrix_numbers import bounded, column_upper, load_x, pairs
+from .matrix_table import (
+    Run,
+    first_column,
+    first_element,
+    first_top,
+    programs_and_table,
+    shape_of,
+    whose_matrix,
+)
 from .sizes import cdiv
 
 # Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
@@ -31,56 +42,69 @@ _WARPS = 4
 _LOG = COLUMN_LANES.bit_length() - 1
 
 
-@jit
+@jit(do_not_specialize=["tops", "table", "runs", "tops_stride"])
 def matrix_columns_kernel(
-    grad, residual, sums, tops, rows, columns, grad_stride, residual_stride,
-    LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    grad, residual, sums, tops, table, runs, grad_stride, residual_stride, sums_stride,
+    tops_stride,
+    LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << LOG
-    d, m, matrix = whose_matrix()
-    j = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    d = tl.program_id(1).to(tl.int64)
+    table, m, tile = whose_matrix(table, runs)
+    rows, columns, _ = shape_of(table, UNIT)
+    j = tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     lane = tl.arange(0, LANES)
-    grad += d * grad_stride + m * rows * columns
+    first = first_element(table, m, rows, columns, UNIT)
+    grad += d * grad_stride + first
     if residual is not None:
-        residual += d * residual_stride + m * rows * columns
+        residual += d * residual_stride + first
     total = tl.zeros([LANES, COLUMNS], tl.float32)
-    for first in range(0, rows, LANES * STEPS):
+    for begin in range(0, rows, LANES * STEPS):
         for step in tl.static_range(STEPS):
-            i = first + step * LANES + lane
+            i = begin + step * LANES + lane
             inside = (i < rows)[:, None] & (j < columns)[None, :]
             at = i.to(tl.int64)[:, None] * columns + j[None, :]
             total += bounded(load_x(grad, residual, at, inside))
     found = pairs(tl.trans(total), LOG)
-    tl.store(sums + matrix * columns + j, found, mask=j < columns)
-    top = tl.max(column_upper(found), 0)
-    tl.store(tops + matrix * tl.num_programs(0) + tl.program_id(0), top)
+    column = first_column(table, m, columns, UNIT)
+    tl.store(sums + d * sums_stride + column + j, found, mask=j < columns)
+    tops += d * tops_stride + first_top(table, m, columns, UNIT, COLUMNS) + tile
+    tl.store(tops, tl.max(column_upper(found), 0))
 
 
 def sum_columns(
-    grad: Tensor, residual: Tensor | None, sums: Tensor, tops: Tensor, *, layout: MatrixLayout
+    grad: Tensor,
+    residual: Tensor | None,
+    sums: Tensor,
+    tops: Tensor,
+    *,
+    runs: Sequence[Run],
+    tile: int,
 ) -> None:
     """Write the columns' sums, and the largest upper bits of each program's sums.
 
     Args:
         grad, residual: as in :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
-        sums: ``[D, count, columns]`` float32.
-        tops: ``[D, count, column_tiles(layout, D)]`` int32.
+        sums: ``[D, columns of all matrices]`` float32.
+        tops: ``[D, columns of all matrices // tile + matrices]`` int32.
+        tile: columns of a program, see :func:`columns_at_a_time`.
     """
-    columns = _columns(layout, grad.shape[0])
-    matrix_columns_kernel[(tops.shape[2], grad.shape[0], layout.count)](
-        grad, residual, sums, tops, layout.rows, layout.columns, grad.stride(0),
-        0 if residual is None else residual.stride(0),
-        LOG=_LOG, COLUMNS=columns, STEPS=32 * _WARPS * _IN_FLIGHT // (columns * COLUMN_LANES),
-        num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    # Matrices with other units are another launch, so that all of one are as aligned as can be.
+    for unit in {run.unit: None for run in runs}:
+        some = [run for run in runs if run.unit == unit]
+        programs, of_table = programs_and_table(
+            some, lambda m: cdiv(m.columns, tile), unit, grad.device
+        )
+        matrix_columns_kernel[(programs, grad.shape[0])](
+            grad, residual, sums, tops, **of_table, grad_stride=grad.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            sums_stride=sums.stride(0), tops_stride=tops.stride(0),
+            LOG=_LOG, COLUMNS=tile, STEPS=32 * _WARPS * _IN_FLIGHT // (tile * COLUMN_LANES),
+            UNIT=unit, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
-def column_tiles(layout: MatrixLayout, D: int) -> int:
-    """Number of programs of :func:`sum_columns` per destination and matrix."""
-    return cdiv(layout.columns, _columns(layout, D))
-
-
-def _columns(layout: MatrixLayout, D: int) -> int:
+def columns_at_a_time(columns: int, D: int) -> int:
+    """Columns of a program, if all matrices have so many, for each of ``D`` destinations."""
     few, many = _COLUMNS
-    columns = min(D, _MOST_DESTINATIONS) * layout.count * layout.columns
-    return many if columns >= _PROGRAMS * many else few
+    return many if min(D, _MOST_DESTINATIONS) * columns >= _PROGRAMS * many else few

@@ -8,11 +8,11 @@ power of two, multiplying by its inverse gives the same bits.
 Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.5 and 0.25 add up to
 1.5 - 0.75; divided by 3, 0.25.
 
-There are two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns; the sum's
-kernel is here, or in :mod:`.matrix_groups` if neighbours share a code. A program's tile is some
-rows of some words, with all columns whose codes are in these words. A thread has some neighbouring
-words of all of the tile's rows, which share the columns' scales, and some neighbouring lanes of
-these words.
+There are two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns, once for
+matrices of all shapes; the sum's kernel is here, or in :mod:`.matrix_groups` if neighbours share a
+code. A program's tile is some rows of some words, with all columns whose codes are in these words.
+A thread has some neighbouring words of all of the tile's rows, which share the columns' scales, and
+some neighbouring lanes of these words.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import AnyMatrices
 
 from .device import on_device_of
 from .jit import constant, jit, tl
 from .matrix_groups import dequantize_groups
-from .matrix_numbers import unit_of, whose_matrix
+from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
+from .matrix_table import Run, runs_of
 from .scalar import widen
 from .sizes import cdiv, next_power_of_2
 
@@ -39,7 +40,7 @@ _FULL = constant(128)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
-    "message_matrix",
+    "message_matrix", "f_stride", "v_words",
 ]  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
     codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride, message_next,
-    message_matrix, out_stride,
+    message_matrix, f_stride, v_words, out_stride,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     WORDS: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
     ADD: tl.constexpr,
@@ -106,10 +107,11 @@ def dequantize_matrix_kernel(
     # Repeated for all lanes, so that every load has its data in the right thread.
     begins = tl.broadcast_to(begins, [OUTER, WORDS // NEXT, 1])
     w = tl.minimum(begins, row_words - NEXT)
-    k, m, matrix = whose_matrix()
-    f += matrix * R * rows + first
+    k, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    f += k * f_stride + m * R * rows + first
     # Scales of two lanes share a word, see matrix_read_scales.py.
-    v += matrix * R * (OUTER * INNER // 2) * row_words + (outer * (INNER // 2) * row_words + w)
+    v += (k * v_words + m * R * row_words) * (OUTER * INNER // 2)
+    v += outer * (INNER // 2) * row_words + w
     codes += k * message_stride + m * message_matrix + first * row_words + w
     # No term is minus zero, so the sum may start from zero.
     totals = (tl.zeros([OUTER, WORDS // NEXT, NEXT], tl.float32),) * (ROWS * INNER)
@@ -149,17 +151,25 @@ def dequantize_matrix_kernel(
 
 @on_device_of("out")
 def dequantize_matrix(
-    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+    message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
-    if not layout.rows:
+    runs, total = runs_of(layout)
+    if not runs:
         return
-    message = message.unflatten(2, (layout.count, -1))  # [K, R, count, words]
-    if layout.group > 1:
-        dequantize_groups(message, out, layout=layout, divisor=divisor, add=add)
-        return
-    scales = read_scales(message, layout=layout, apart=layout.row_words)
-    K, R, count, _ = message.shape
+    scales = read_scales(message, runs=runs, total=total)
+    for run in runs:
+        dequantize = dequantize_groups if run.layout.group > 1 else _dequantize_rows
+        its = message[..., run.words].unflatten(2, (run.layout.count, -1))  # [K, R, count, words]
+        dequantize(its, *scales, out[:, run.elements], run=run, divisor=divisor, add=add)
+
+
+def _dequantize_rows(
+    message: Tensor, f: Tensor, v: Tensor, out: Tensor, *, run: Run, divisor: int, add: bool
+) -> None:
+    """Dequantize the matrices of one shape, with scales of
+    :func:`.matrix_read_scales.read_scales`."""
+    layout, (K, R, count, _) = run.layout, message.shape
     outer = layout.places // _INNER
     words = min(_WORDS // outer, next_power_of_2(layout.row_words))
     tiles = cdiv(layout.row_words, words)
@@ -171,10 +181,12 @@ def dequantize_matrix(
     many = divide or layout.width > 1 or out.dtype == torch.float32
     rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
+    pairs = layout.places // 2
     dequantize_matrix_kernel[(cdiv(layout.rows, rows) * tiles, K, count)](
-        message[..., sum(layout.head) :], *scales, out, layout.rows, layout.columns,
+        message[..., sum(layout.head) :], f[:, R * run.before.rows :],
+        v[:, R * run.before.row_words * pairs :], out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.width) - 1, *message.stride()[:3],
+        (1 << layout.width) - 1, *message.stride()[:3], f.stride(0), v.stride(0) // pairs,
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,

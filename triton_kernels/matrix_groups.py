@@ -15,11 +15,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tagc.ops.matrix import MatrixLayout
-
 from .jit import jit, tl
-from .matrix_numbers import whose_matrix
-from .matrix_read_scales import read_scales
+from .matrix_table import Run
 from .scalar import in_order, widen
 from .sizes import cdiv
 
@@ -28,7 +25,7 @@ _WARPS, _ROWS = 4, 8
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "row_words", "R", "divisor", "message_stride", "message_next",
-    "message_matrix",
+    "message_matrix", "f_stride", "v_words",
 ]  # fmt: skip
 
 
@@ -50,7 +47,7 @@ def columns_of(x, N: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def dequantize_groups_kernel(
     codes, f, v, out, rows, columns, row_words, span, R, divisor, message_stride, message_next,
-    message_matrix, out_stride,
+    message_matrix, f_stride, v_words, out_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, ROWS: tl.constexpr,
     DIVIDE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +60,9 @@ def dequantize_groups_kernel(
     # Threads past the last group read the last group.
     group = tl.minimum(t, tl.cdiv(columns, GROUP) - 1)
     up = 32 - WIDTH - group // row_words * WIDTH
-    k, m, matrix = whose_matrix()
-    f += matrix * R * rows + first
-    v += matrix * R * span + (group * PAIRS)[:, None]
+    k, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    f += k * f_stride + m * R * rows + first
+    v += k * v_words * (32 // WIDTH * PAIRS) + m * R * span + (group * PAIRS)[:, None]
     codes += k * message_stride + m * message_matrix + first * row_words + group % row_words
     pair = tl.arange(0, PAIRS)[None, :]
     # Places are compared without a shift, below a code's sign.
@@ -114,19 +111,22 @@ def dequantize_groups_kernel(
 
 
 def dequantize_groups(
-    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool
+    message: Tensor, f: Tensor, v: Tensor, out: Tensor, *, run: Run, divisor: int, add: bool
 ) -> None:
-    """:meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix` for ``[K, R, count, words]``."""
-    K, R, count, _ = message.shape
-    f, v = read_scales(message, layout=layout, apart=1)
+    """Dequantize ``[K, R, count, words]`` of one shape, with scales of
+    :func:`.matrix_read_scales.read_scales`."""
+    layout, (K, R, count, _) = run.layout, message.shape
     rows = min(_ROWS, 1 << (layout.rows.bit_length() - 1))
     threads = 32 * _WARPS
     tiles = cdiv(layout.codes, threads)
     divide = divisor & (divisor - 1) != 0
+    pairs = layout.places * layout.group // 2
     dequantize_groups_kernel[(cdiv(layout.rows, rows) * tiles, K, count)](
-        message[..., sum(layout.head) :], f, v, out, layout.rows, layout.columns,
-        layout.row_words, v.shape[3], R, float(divisor) if divide else 1.0 / divisor,
-        *message.stride()[:3],
+        message[..., sum(layout.head) :], f[:, R * run.before.rows :],
+        v[:, R * run.before.row_words * pairs :], out, layout.rows, layout.columns,
+        layout.row_words, layout.row_words * pairs, R,
+        float(divisor) if divide else 1.0 / divisor, *message.stride()[:3], f.stride(0),
+        v.stride(0) // pairs,
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.width, GROUP=layout.group, THREADS=threads, ROWS=rows, DIVIDE=divide, ADD=add,

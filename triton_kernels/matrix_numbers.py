@@ -36,16 +36,6 @@ def unit_of(count: int) -> int:
 
 
 @jit
-def whose_matrix():
-    """Row of the tensors, matrix in the row, and index among the matrices of all rows, int64, of a
-    program in a grid ``[..., rows, count]``."""
-    row, m = tl.program_id(1), tl.program_id(2)
-    # In 32 bits until here, to save registers.
-    number = row * tl.num_programs(2) + m
-    return row.to(tl.int64), m.to(tl.int64), number.to(tl.int64)
-
-
-@jit
 def load_x(grad, residual, at, inside):
     """float32 sum of gradient and residual, 0 where masked off."""
     x = widen(tl.load(grad + at, mask=inside, other=0.0))

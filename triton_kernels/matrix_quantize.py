@@ -1,8 +1,9 @@
 """Quantize a matrix: sums of columns and their scales, then rows: sums, scales, codes, residual.
 
-There are three kernels. They read gradient and residual twice, by columns and by rows, because a
-row's scale needs the scales of all columns. The rows' kernel is here. A program has some whole
-rows, in registers, as tables ``[places, words]`` like their codes, so that the elements are still
+There are three kernels; the first two are launched once for matrices of all shapes. They read
+gradient and residual twice, by columns and by rows, because a row's scale needs the scales of all
+columns. The rows' kernel is here. A program has some whole rows,
+in registers, as tables ``[places, words]`` like their codes, so that the elements are still
 there when the codes are computed. A row's scale ``f`` follows from its sum. The codes of
 ``x = float32(grad) + float32(residual)`` in columns with the scale ``v`` are ``floor(y * 0.5)``,
 clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``. With groups, a
@@ -24,11 +25,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import NOT_FINITE, NOTHING, AnyMatrices
 
 from .device import on_device_of
 from .jit import constant, jit, tl
-from .matrix_columns import column_tiles, sum_columns
+from .matrix_columns import columns_at_a_time, sum_columns
 from .matrix_numbers import (
     INFINITY,
     LARGEST_BITS,
@@ -37,9 +38,9 @@ from .matrix_numbers import (
     scale_of,
     sum_table,
     unit_of,
-    whose_matrix,
 )
 from .matrix_scales import words_at_a_time, write_scales
+from .matrix_table import Run, runs_of
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
 from .sizes import cdiv, next_power_of_2
@@ -58,7 +59,7 @@ _IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
 _ELEMENTS, _OF_WARP = 4096, 1024
 # Arguments whose alignment makes no difference.
 _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
-          "message_matrix"]  # fmt: skip
+          "message_matrix", "norms_stride"]  # fmt: skip
 
 
 @jit
@@ -187,7 +188,8 @@ def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP:
 @jit(do_not_specialize=_PLAIN)
 def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
-    fresh, grad_stride, residual_stride, message_stride, message_matrix,
+    fresh, grad_stride, residual_stride, message_stride, message_matrix, uppers_stride,
+    norms_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr,
     AVERAGE: tl.constexpr, THREADS: tl.constexpr,
@@ -196,7 +198,7 @@ def quantize_matrix_kernel(
     ELEMENTS: tl.constexpr = (ROWS * WORDS * GROUP) << LOG_PLACES
     row_words = units * UNIT
     row_span = row_words * GROUP
-    d, m, matrix = whose_matrix()
+    d, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
@@ -206,7 +208,7 @@ def quantize_matrix_kernel(
     grad += d * grad_stride + m * rows * columns
     if residual is not None:
         residual += d * residual_stride + m * rows * columns
-    uppers += matrix * columns
+    uppers += d * uppers_stride + m * columns
     offset = d * message_stride + m * message_matrix
     message += offset
     scales += 4 * offset
@@ -239,7 +241,7 @@ def quantize_matrix_kernel(
 
     total = sum_table(table, LOG_PLACES, LOG_WORDS)
     if GROUP == 1:
-        norms = tl.broadcast_to(tl.load(norms + matrix), [ROWS])
+        norms = tl.broadcast_to(tl.load(norms + d * norms_stride + m), [ROWS])
     else:
         norms = sum_table(squares, LOG_PLACES, LOG_WORDS)
     base = tl.load(message)
@@ -289,40 +291,60 @@ def quantize_matrix(
     residual: Tensor | None,
     message: Tensor,
     *,
-    layout: MatrixLayout,
+    layout: AnyMatrices,
     average: float,
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
-    if not layout.rows:
+    D, (runs, total) = grad.shape[0], runs_of(layout)
+    if not runs:
         return
-    D, group = grad.shape[0], layout.group
+    tile, columns = columns_at_a_time(total.columns, D), (D, total.columns)
     shapes = {
-        "sums": ((D, layout.count, layout.columns), torch.float32),
-        "tops": ((D, layout.count, column_tiles(layout, D)), torch.int32),
-        "uppers": ((D, layout.count, layout.columns), torch.int16),
-        "norms": ((D, layout.count), torch.float32),
+        "sums": (columns, torch.float32),
+        "tops": ((D, total.columns // tile + total.matrices), torch.int32),
+        "uppers": (columns, torch.int16),
+        "norms": ((D, total.matrices), torch.float32),
     }
     sums, tops, uppers, norms = (
         buffer(f"matrix_{name}", shape, dtype, grad.device, None)
         for name, (shape, dtype) in shapes.items()
     )
-    norms = norms if group == 1 else None
+    sum_columns(grad, residual, sums, tops, runs=runs, tile=tile)
+    write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile)
+    for run in runs:
+        left = None if residual is None else residual[:, run.elements]
+        _quantize_rows(
+            grad[:, run.elements], left, message[:, run.words], uppers[:, run.columns],
+            norms[:, run.matrices], run, average,
+        )  # fmt: skip
+
+
+def _quantize_rows(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    uppers: Tensor,
+    norms: Tensor,
+    run: Run,
+    average: float,
+) -> None:
+    """Quantize the rows of the matrices of one shape."""
+    layout = run.layout
     message = message.unflatten(1, (layout.count, -1))  # [D, count, words]
-    sum_columns(grad, residual, sums, tops, layout=layout)
-    write_scales(sums, tops, message, uppers, norms, layout=layout)
     unit, words = unit_of(layout.row_words), words_at_a_time(layout)
-    of_row = words * group * layout.places
+    of_row = words * layout.group * layout.places
     rows = min(max(1, _ELEMENTS // of_row), next_power_of_2(layout.rows))
     # Accesses that are not aligned take more registers.
     of_warp = _OF_WARP if min(unit, unit_of(layout.columns)) >= 8 else _OF_WARP // 2
     warps = max(1, rows * of_row // of_warp)
     scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
-    quantize_matrix_kernel[(cdiv(layout.rows, rows), D, layout.count)](
-        grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],
-        layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,
-        1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
-        message.stride(0), message.stride(1),
-        WIDTH=layout.width, GROUP=group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
+    quantize_matrix_kernel[(cdiv(layout.rows, rows), len(grad), layout.count)](
+        grad, residual, uppers, norms if layout.group == 1 else None, message, scales,
+        message[..., sum(layout.head) :], layout.rows, layout.columns, layout.row_words // unit,
+        layout.distance, average, 1 - average, grad.stride(0),
+        0 if residual is None else residual.stride(0), message.stride(0), message.stride(1),
+        uppers.stride(0), norms.stride(0),
+        WIDTH=layout.width, GROUP=layout.group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
         LOG_PLACES=layout.places.bit_length() - 1, LOG_WORDS=words.bit_length() - 1,
         WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,
         num_warps=warps, enable_fp_fusion=False,

@@ -13,13 +13,26 @@ scales, if there are any left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tagc.ops.matrix import NOT_FINITE, NOTHING, MatrixLayout
+from tagc.ops.matrix import NOT_FINITE, NOTHING
 
 from .jit import constant, jit, tl
 from .matrix_numbers import row_scale, scale_of, upper_of
+from .matrix_table import (
+    Before,
+    Run,
+    first_row,
+    first_row_word,
+    first_word,
+    head_words,
+    programs_and_table,
+    shape_of,
+    whose_matrix,
+)
 from .scratch import buffer
 from .sizes import cdiv
 
@@ -27,22 +40,24 @@ _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
-_PLAIN = ["message", "f", "v", "R", "rows", "pairs", "message_stride", "message_next",
-          "message_matrix"]  # fmt: skip
+_PLAIN = ["message", "f", "v", "table", "runs", "R", "message_stride", "message_next", "f_stride",
+          "v_stride"]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, R, rows, pairs, apart, columns, message_stride, message_next, message_matrix,
-    WORDS: tl.constexpr,
+    message, f, v, table, runs, R, message_stride, message_next, f_stride, v_stride,
+    PAIRS: tl.constexpr, ADJACENT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     k, r = tl.program_id(1).to(tl.int64) // R, tl.program_id(1).to(tl.int64) % R
-    m = tl.program_id(2).to(tl.int64)
-    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += k * message_stride + r * message_next + m * message_matrix
-    f += ((k * tl.num_programs(2) + m) * R + r) * rows
-    v += ((k * tl.num_programs(2) + m) * R + r) * pairs
-    column_words = (columns + 7) // 8
+    table, m, tile = whose_matrix(table, runs)
+    rows, columns, row_words = shape_of(table, 1)
+    word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    message += k * message_stride + r * message_next + first_word(table, m)
+    f += k * f_stride + first_row(table, m, r, R, rows)
+    v += (k * v_stride + first_row_word(table, m, r, R, row_words)) * PAIRS
+    apart = 1 if ADJACENT else row_words
+    before_rows, before_codes = head_words(rows, columns)
 
     both = tl.zeros([WORDS], tl.uint32)
     for half in tl.static_range(2):
@@ -51,9 +66,10 @@ def matrix_read_scales_kernel(
         scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
         # The scale is a bfloat16.
         both |= scale.to(tl.uint32, bitcast=True) >> (16 - 16 * half)
-    tl.store(v + word, both.to(tl.int32, bitcast=True), mask=word < pairs)
+    tl.store(v + word, both.to(tl.int32, bitcast=True), mask=word < row_words * PAIRS)
 
-    words = tl.load(message + 1 + column_words + word, mask=word < (rows + 3) // 4, other=0)
+    inside = word < before_codes - before_rows
+    words = tl.load(message + before_rows + word, mask=inside, other=0)
     lane = tl.arange(0, 4)[None, :]
     i = word[:, None] * 4 + lane
     byte = (words[:, None] >> (8 * lane)) & 255
@@ -62,25 +78,29 @@ def matrix_read_scales_kernel(
     tl.store(f + i, scale, mask=i < rows)
 
 
-def read_scales(message: Tensor, *, layout: MatrixLayout, apart: int) -> tuple[Tensor, Tensor]:
-    """Scales of messages ``[K, R, count, words]``, in buffers.
-
-    Args:
-        apart: distance of the columns in a pair.
+def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple[Tensor, Tensor]:
+    """Scales of messages ``[K, R, words]`` with these ``runs``, in buffers.
 
     Returns:
-        Scales of the rows ``[K, count, R, rows]`` float32; and of the columns
-        ``[K, count, R, pairs]`` int32, as many as the codes of a row: entry ``p * apart + i`` has
-        column ``2 * apart * p + i`` in its lower half, and the column ``apart`` after it in its
-        upper half. Past the last column they are arbitrary.
+        Scales of the rows, ``[K, rows of all messages]`` float32, matrix by matrix and message by
+        message; and of the columns ``[K, pairs of all messages]`` int32, for each message of a
+        matrix as many pairs as a row of codes has places for. The columns of a pair are ``apart``
+        places apart: 1 if neighbours share a code, else the words of a row. Entry ``p * apart + i``
+        has column ``2 * apart * p + i`` in its lower half, and the column ``apart`` after it in
+        its upper half. Past the last column they are arbitrary.
     """
-    K, R, count, _ = message.shape
-    pairs = layout.row_words * layout.places * layout.group // 2
-    f = buffer("matrix_f", (K, count, R, layout.rows), torch.float32, message.device, None)
-    v = buffer("matrix_v", (K, count, R, pairs), torch.int32, message.device, None)
-    programs = cdiv(max(pairs, layout.head[2]), _WORDS)
-    matrix_read_scales_kernel[(programs, K * R, count)](
-        message, f, v, R, layout.rows, pairs, apart, layout.columns, *message.stride()[:3],
-        WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+    (K, R, _), first = message.shape, runs[0].layout
+    pairs = first.places * first.group // 2
+    rows, columns = (K, R * total.rows), (K, R * total.row_words * pairs)
+    f = buffer("matrix_f", rows, torch.float32, message.device, None)
+    v = buffer("matrix_v", columns, torch.int32, message.device, None)
+    programs, of_table = programs_and_table(
+        runs, lambda m: cdiv(max(m.row_words * pairs, m.head[2]), _WORDS), 1, message.device
+    )
+    matrix_read_scales_kernel[(programs, K * R)](
+        message, f, v, **of_table, R=R, message_stride=message.stride(0),
+        message_next=message.stride(1), f_stride=R * total.rows, v_stride=R * total.row_words,
+        PAIRS=pairs, ADJACENT=first.group > 1, WORDS=_WORDS, num_warps=_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

@@ -15,6 +15,8 @@ same sum over columns, which the first program computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tagc.ops.matrix import CENTRE, MIN_EXPONENT, MatrixLayout
@@ -26,6 +28,16 @@ from .matrix_numbers import (
     scale_of,
     sum_table,
     upper_of,
+)
+from .matrix_table import (
+    Run,
+    first_column,
+    first_top,
+    first_word,
+    head_words,
+    number_of,
+    programs_and_table,
+    shape_of,
     whose_matrix,
 )
 from .sizes import cdiv, next_power_of_2
@@ -36,30 +48,46 @@ _WORDS = 128
 # Elements per warp of the sum over columns, and the fewest warps.
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
-    "sums", "tops", "message", "uppers", "norms", "columns", "column_tiles", "row_scale_words",
-    "log", "row_words", "message_stride", "message_matrix",
+    "sums", "tops", "message", "uppers", "norms", "table", "runs", "message_stride", "sums_stride",
+    "tops_stride", "norms_stride",
 ]  # fmt: skip
+
+
+@jit
+def log_of(number):
+    """Logarithm of a positive int32, rounded down."""
+    log = tl.zeros([], tl.int32)
+    for bit in tl.static_range(1, 31):
+        log += (number >= (1 << bit)).to(tl.int32)
+    return log
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, message, uppers, norms, columns, column_tiles, row_scale_words, log, row_words,
-    message_stride, message_matrix,
+    sums, tops, message, uppers, norms, table, runs, message_stride, sums_stride, tops_stride,
+    norms_stride,
     FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    d, m, matrix = whose_matrix()
-    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += d * message_stride + m * message_matrix
-    sums += matrix * columns
-    top = largest_of(tops + matrix * column_tiles, column_tiles)
-    if tl.program_id(0) == 0:
-        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log
+    d = tl.program_id(1).to(tl.int64)
+    table, m, tile = whose_matrix(table, runs)
+    rows, columns, row_words = shape_of(table, 1)
+    word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    message += d * message_stride + first_word(table, m)
+    column = first_column(table, m, columns, 1)
+    tops += d * tops_stride + first_top(table, m, columns, 1, COLUMNS)
+    sums += d * sums_stride + column
+    uppers += d * sums_stride + column
+    top = largest_of(tops, tl.cdiv(columns, COLUMNS))
+    before_rows, before_codes = head_words(rows, columns)
+    if tile == 0:
+        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of(rows)
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
         if norms is not None:
             place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
             w = tl.arange(0, 1 << LOG_WORDS)[None, None, :]
-            table = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
+            terms = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
             for first in range(0, row_words, 1 << LOG_WORDS):
                 j = place * row_words + first + w
                 there = (w < row_words - first) & (j < columns)
@@ -67,21 +95,21 @@ def matrix_scales_kernel(
                 v = tl.where(there, scale_of(upper_of(code)), 0.0)
                 if FITTED:
                     v = v * v
-                table += v
-            norm = sum_table(table, LOG_PLACES, LOG_WORDS)
-            tl.store(norms + matrix + tl.arange(0, 1), norm)
+                terms += v
+            norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
+            norms += d * norms_stride + number_of(table, m)
+            tl.store(norms + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
     total = tl.load(sums + j, mask=j < columns, other=0.0)
     code = tl.where(j < columns, column_code(total, top), 0)
-    tl.store(uppers + matrix * columns + j, upper_of(code).to(tl.int16), mask=j < columns)
+    tl.store(uppers + j, upper_of(code).to(tl.int16), mask=j < columns)
     code = code.to(tl.uint32, bitcast=True)
     words = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
-    column_words = (columns + 7) // 8
-    tl.store(message + 1 + word, words, mask=word < column_words)
+    tl.store(message + 1 + word, words, mask=word < before_rows - 1)
     nothing = tl.zeros([WORDS], tl.int32)
-    tl.store(message + 1 + column_words + word, nothing, mask=word < row_scale_words)
+    tl.store(message + before_rows + word, nothing, mask=word < before_codes - before_rows)
 
 
 def write_scales(
@@ -89,26 +117,32 @@ def write_scales(
     tops: Tensor,
     message: Tensor,
     uppers: Tensor,
-    norms: Tensor | None,
+    norms: Tensor,
     *,
-    layout: MatrixLayout,
+    runs: Sequence[Run],
+    tile: int,
 ) -> None:
-    """Write the heads of ``message`` ``[D, count, words]`` int32, except the rows' scales.
+    """Write the heads of messages in ``message`` ``[D, words]`` int32, except the rows' scales.
 
     Args:
-        sums, tops: from :func:`.matrix_columns.sum_columns`.
-        uppers: ``[D, count, columns]`` int16, written: the upper 10 bits of the columns' scales.
-        norms: ``[D, count]`` float32, written: divisors of the rows' sums; None with a group, where
-            every row has its own.
+        sums, tops, tile: of :func:`.matrix_columns.sum_columns`.
+        uppers: like ``sums``, int16, written: the upper 10 bits of the columns' scales.
+        norms: ``[D, matrices]`` float32, written: divisors of the rows' sums, unless neighbours
+            share a code; then every row has its own.
     """
-    _, _, row_scale_words = layout.head
-    words = words_at_a_time(layout)
+    layout = runs[0].layout
+    words = max(words_at_a_time(run.layout) for run in runs)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
-    matrix_scales_kernel[(cdiv(max(layout.head), _WORDS), *message.shape[:2])](
-        sums, tops, message, uppers, norms, layout.columns, tops.shape[2], row_scale_words,
-        layout.rows.bit_length() - 1, layout.row_words, message.stride(0), message.stride(1),
+    programs, of_table = programs_and_table(
+        runs, lambda m: cdiv(max(m.head), _WORDS), 1, message.device
+    )
+    matrix_scales_kernel[(programs, len(message))](
+        sums, tops, message, uppers, norms if layout.group == 1 else None, **of_table,
+        message_stride=message.stride(0), sums_stride=sums.stride(0), tops_stride=tops.stride(0),
+        norms_stride=norms.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
-        LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, num_warps=warps, enable_fp_fusion=False,
+        LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

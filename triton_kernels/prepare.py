@@ -6,7 +6,7 @@ import torch
 
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.exact import ExactLayout
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import AnyMatrices
 from tagc.ops.sketch import SketchLayout
 
 
@@ -38,7 +38,7 @@ def prepare_lag() -> None:
 
 
 def prepare_matrix(
-    layout: MatrixLayout, gradient: torch.dtype, residual: torch.dtype | None, average: float
+    layout: AnyMatrices, gradient: torch.dtype, residual: torch.dtype | None, average: float
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`."""
 

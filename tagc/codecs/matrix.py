@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from tagc.codecs.config import CodecConfig, Steps, unit
 from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
 from tagc.ops.launches import DequantizeMatrix, QuantizeMatrix
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import Matrices, MatrixLayout
 from tagc.ops.program import Launch, Place
 
 
@@ -83,7 +83,7 @@ class MatrixPlan(CodecPlan):
         return 1.0
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the operators keep scratch for each run's layout."""
+        """See :meth:`CodecPlan.scratch_bytes`: for all matrices at once."""
         # To encode: sums and scales of columns. To decode: scales of rows, and of as many columns
         # as the words have places for.
         return sum(
@@ -92,7 +92,7 @@ class MatrixPlan(CodecPlan):
                 destinations * (7 * m.columns + 8)
                 + sources * (4 * m.rows + 2 * m.row_words * m.places * m.group)
             )
-            for m in {m for m, _, _ in self.runs}
+            for m in self.matrices.runs
         )
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
@@ -106,20 +106,13 @@ class MatrixPlan(CodecPlan):
     @property
     def words(self) -> int:
         """Words of the scales and codes of all matrices."""
-        return sum(layout.words for layout in self.layouts)
+        return self.matrices.words
 
     @cached_property
-    def runs(self) -> tuple[tuple[MatrixLayout, slice, slice], ...]:
-        """Runs of adjacent matrices with the same layout, which share an operator's launches: each
-        with its columns of the segment and its words of the message."""
-        found, column, word = [], 0, 0
-        for one, alike in groupby(self.layouts):
-            layout = replace(one, count=len(list(alike)))
-            columns = slice(column, column + layout.numel)
-            words = slice(word, word + layout.words)
-            found.append((layout, columns, words))
-            column, word = columns.stop, words.stop
-        return tuple(found)
+    def matrices(self) -> Matrices:
+        """All of them; adjacent ones with the same layout are a run."""
+        alike = groupby(self.layouts)
+        return Matrices(tuple(replace(one, count=len(list(some))) for one, some in alike))
 
     def resized(self, columns: int) -> Self:
         """See :meth:`CodecPlan.resized`: one roughly square matrix."""
@@ -131,19 +124,15 @@ class MatrixPlan(CodecPlan):
         self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
     ) -> Iterator[Launch]:
         average = 0.0 if self.feedback is None or residual is None else self.feedback.old_share
-        for layout, columns, words in self.runs:
-            places = (x[columns], residual and residual[columns], message[words])
-            yield Launch(QuantizeMatrix(layout, average), places, self.name)
+        yield Launch(QuantizeMatrix(self.matrices, average), (x, residual, message), self.name)
 
     def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
-        for layout, columns, words in self.runs:
-            places = (messages[words], rows[columns])
-            yield Launch(DequantizeMatrix(layout=layout, divisor=divisor), places, self.name)
+        operator = DequantizeMatrix(layout=self.matrices, divisor=divisor)
+        yield Launch(operator, (messages, rows), self.name)
 
     def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        for layout, columns, words in self.runs:
-            places = (messages[words], rows[columns])
-            yield Launch(DequantizeMatrix(layout=layout, add=add), places, self.name)
+        operator = DequantizeMatrix(layout=self.matrices, add=add)
+        yield Launch(operator, (messages, rows), self.name)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
         """See :meth:`CodecPlan.word_shares`: every matrix has its own codes and scales."""

@@ -17,7 +17,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout
 from tagc.ops.exact import ExactLayout
 from tagc.ops.implementations import Ops
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import AnyMatrices
 from tagc.ops.program import Launch, Operator, Place, Step
 
 
@@ -63,7 +63,7 @@ class QuantizeMatrix(Operator):
 
     launches: ClassVar[bool] = True
 
-    layout: MatrixLayout
+    layout: AnyMatrices
     average: float = 0.0
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
@@ -147,7 +147,7 @@ class DequantizeAndSum(Dequantize):
 class DequantizeMatrix(_Decodes):
     """See :class:`_Decodes` and :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
 
-    layout: MatrixLayout
+    layout: AnyMatrices
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         options = {"divisor": self.divisor or 1, "add": self.add}

@@ -116,11 +116,9 @@ class MatrixLayout:
         return replace(self, count=1)
 
     @property
-    def parts(self) -> Iterator[tuple[slice, slice]]:
-        """For each matrix, the slice of its elements and the slice of its message's words."""
-        numel, words = self.one.numel, self.one.words
-        for i in range(self.count):
-            yield slice(i * numel, (i + 1) * numel), slice(i * words, (i + 1) * words)
+    def runs(self) -> tuple[Self]:
+        """As of :class:`Matrices`, with a single shape."""
+        return (self,)
 
     @cached_property
     def numel(self) -> int:
@@ -180,6 +178,40 @@ class MatrixLayout:
         return self.bits == 1
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices of several shapes, one after the other in a row of a tensor, and so their messages.
+
+    Attributes:
+        runs: of each shape in turn the layout; they differ in rows, columns and count only.
+    """
+
+    runs: tuple[MatrixLayout, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of all matrices."""
+        return sum(run.numel for run in self.runs)
+
+    @cached_property
+    def words(self) -> int:
+        """int32 words of all messages."""
+        return sum(run.words for run in self.runs)
+
+
+AnyMatrices = MatrixLayout | Matrices
+
+
+def parts_of(layout: AnyMatrices) -> Iterator[tuple[MatrixLayout, slice, slice]]:
+    """For each matrix its layout, the slice of its elements, and that of its message's words."""
+    column = word = 0
+    for run in layout.runs:
+        one = run.one
+        for _ in range(run.count):
+            yield one, slice(column, column + one.numel), slice(word, word + one.words)
+            column, word = column + one.numel, word + one.words
+
+
 def shard_shape(shape: tuple[int, ...], dim: int, numel: int) -> tuple[int, int]:
     """Rows and columns of ``numel`` elements of a parameter of this shape that is sharded along
     ``dim``. All dimensions but the first make a row."""
@@ -201,7 +233,7 @@ class MatrixOps(Protocol):
         residual: Tensor | None,
         message: Tensor,
         *,
-        layout: MatrixLayout,
+        layout: AnyMatrices,
         average: float,
     ) -> None:
         """Accumulate and quantize matrices for each destination; the residual keeps the
@@ -233,8 +265,8 @@ class MatrixOps(Protocol):
            :meth:`tagc.ops.blocks.BlockOps.quantize`. Rows that are not finite keep their residual.
 
         Args:
-            grad: ``[D, count * rows * columns]`` float32, bfloat16 or float16.
-            residual: ``[D, count * rows * columns]`` float32 or bfloat16, updated in place; None
+            grad: ``[D, numel]`` float32, bfloat16 or float16.
+            residual: ``[D, numel]`` float32 or bfloat16, updated in place; None
                 for no feedback.
             message: ``[D, words]`` int32, written; padding is 0.
             average: share of the old residual that stays, in [0, 1); LoCo's beta.
@@ -246,7 +278,7 @@ class MatrixOps(Protocol):
         message: Tensor,
         out: Tensor,
         *,
-        layout: MatrixLayout,
+        layout: AnyMatrices,
         divisor: int,
         add: bool = False,
     ) -> None:
@@ -258,14 +290,14 @@ class MatrixOps(Protocol):
 
         Args:
             message: ``[K, R, words]`` int32.
-            out: ``[K, count * rows * columns]`` float32, bfloat16 or float16, written.
+            out: ``[K, numel]`` float32, bfloat16 or float16, written.
             add: as in :meth:`tagc.ops.blocks.BlockOps.dequantize`.
         """
         ...
 
     def prepare_matrix(
         self,
-        layout: MatrixLayout,
+        layout: AnyMatrices,
         gradient: torch.dtype,
         residual: torch.dtype | None,
         average: float,

@@ -17,7 +17,7 @@ from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
-from tagc.ops.matrix import GROUP, MatrixLayout
+from tagc.ops.matrix import GROUP, AnyMatrices, Matrices, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
@@ -134,6 +134,8 @@ def every_call() -> Iterator[Call]:
         layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from matrix_calls(layout, *chosen)
+        others = replace(layout, rows=5, columns=columns + 13), replace(layout, rows=30)
+        yield from matrix_calls(Matrices((layout, *others)), *chosen)
     for dtype, block in itertools.product((torch.bfloat16, torch.float16), (32, 1024, 2048)):
         yield from exact_calls(ExactLayout(spans=(block + 1, 100), dtype=dtype, block=block))
     for numel in (8192, 4100):
@@ -178,7 +180,7 @@ def block_calls(
 
 
 def matrix_calls(
-    layout: MatrixLayout, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
+    layout: AnyMatrices, dtypes: Dtypes, average: float, divisor: int, ranks: int = 8
 ) -> Iterator[Call]:
     return _elementwise("quantize_matrix", layout, dtypes, average, divisor, ranks)
 

@@ -14,7 +14,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import ExponentLayout
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import AnyMatrices
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call, renamed
@@ -24,10 +24,10 @@ from tagc.selfcheck.inputs import (
     Case,
     Inputs,
     Maker,
+    small_encoder,
     small_exact,
     small_exponents,
     small_matrices,
-    small_matrix,
 )
 
 
@@ -61,13 +61,13 @@ def _halfway(levels: int) -> Tensor:
 def _quantize_matrix(m: Maker) -> Case:
     layout, (D,) = m.call.option("layout"), m.call.rows
     if m.inputs.small:
-        layout, D = small_matrices(layout, D)
+        layout, D = small_encoder(layout, D)
     return _elementwise(m, layout, D, lambda dtype: m.matrices(D, layout, dtype))
 
 
 def _elementwise(
     m: Maker,
-    layout: BlockLayout | MatrixLayout,
+    layout: BlockLayout | AnyMatrices,
     destinations: int,
     values: Callable[[torch.dtype], Tensor],
 ) -> Case:
@@ -86,11 +86,12 @@ def _dequantize(m: Maker) -> Case:
 
 
 def _dequantize_matrix(m: Maker) -> Case:
-    layout = small_matrix(m.call.option("layout")) if m.inputs.small else m.call.option("layout")
+    layout = m.call.option("layout")
+    layout = small_matrices(layout) if m.inputs.small else layout
     return _sent(m, layout, lambda D: m.matrices(D, layout, torch.float32))
 
 
-def _sent(m: Maker, layout: BlockLayout | MatrixLayout, values: Callable[[int], Tensor]) -> Case:
+def _sent(m: Maker, layout: BlockLayout | AnyMatrices, values: Callable[[int], Tensor]) -> Case:
     """Messages for at most two results."""
     K, R = min(m.call.rows[0], 2), m.call.rows[1]
     message = m.garbage(K * R, layout.words)

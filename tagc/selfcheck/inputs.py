@@ -24,7 +24,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import BLOCK, CHUNK, ExponentLayout
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import AnyMatrices, Matrices, MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
 
@@ -140,14 +140,17 @@ class Maker:
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype)
 
-    def matrices(self, D: int, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
+    def matrices(self, D: int, layout: AnyMatrices, dtype: torch.dtype) -> Tensor:
         """:meth:`values` ``[D, numel]``, whose scale also differs between columns."""
-        shape = D, layout.count, layout.rows, layout.columns
-        x = self.values(*shape, dtype=torch.float32)
-        if self.inputs.kind != "ties":
-            x *= torch.exp(self._normal(*shape[:2], 1, shape[3]))
+        found = []
+        for run in layout.runs:
+            shape = D, run.count, run.rows, run.columns
+            x = self.values(*shape, dtype=torch.float32)
+            if self.inputs.kind != "ties":
+                x *= torch.exp(self._normal(*shape[:2], 1, shape[3]))
+            found.append(x.flatten(1))
         largest = torch.finfo(dtype).max
-        return x.flatten(1).clamp(-largest, largest).to(dtype)
+        return torch.cat(found, 1).clamp(-largest, largest).to(dtype)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float32, device="cpu", generator=self._generator)
@@ -249,22 +252,31 @@ def small_exponents(layout: ExponentLayout) -> ExponentLayout:
     return ExponentLayout(numel=shortened(layout.numel, BLOCK * CHUNK, 2, rest=1))
 
 
-def small_matrix(layout: MatrixLayout) -> MatrixLayout:
-    """A few rows of at most two matrices, with all columns, because kernels treat long and short
-    rows differently."""
-    rows = min(layout.rows, _ROWS + layout.rows % 16)
-    return replace(layout, rows=rows, count=min(layout.count, 2))
+def small_matrices(layout: AnyMatrices) -> Matrices:
+    """A few rows of at most two matrices of each shape, with all columns, because kernels treat
+    long and short rows differently."""
+
+    def small(run: MatrixLayout) -> MatrixLayout:
+        rows = min(run.rows, _ROWS + run.rows % 16)
+        return replace(run, rows=rows, count=min(run.count, 2))
+
+    return Matrices(tuple(map(small, layout.runs)))
 
 
-def small_matrices(layout: MatrixLayout, destinations: int) -> tuple[MatrixLayout, int]:
-    """:func:`small_matrix` with at most two destinations; more matrices and destinations if kernels
-    treat many columns differently."""
-    small = small_matrix(layout)
-    columns = min(_COLUMNS, destinations * layout.count * layout.columns)
-    few = -(-columns // (small.count * layout.columns))
-    destinations = min(destinations, max(2, few))
-    count = max(small.count, -(-columns // (destinations * layout.columns)))
-    return replace(small, count=count), destinations
+def small_encoder(layout: AnyMatrices, destinations: int) -> tuple[Matrices, int]:
+    """:func:`small_matrices` with at most two destinations; more matrices of the last shape, and
+    more destinations, if kernels treat many columns differently."""
+    small = small_matrices(layout)
+    columns = min(_COLUMNS, destinations * _columns(layout))
+    destinations = min(destinations, max(2, -(-columns // _columns(small))))
+    *others, last = small.runs
+    missing = -(-columns // destinations) - _columns(Matrices(tuple(others)))
+    count = max(last.count, -(-missing // last.columns))
+    return Matrices((*others, replace(last, count=count))), destinations
+
+
+def _columns(layout: AnyMatrices) -> int:
+    return sum(run.count * run.columns for run in layout.runs)
 
 
 def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:

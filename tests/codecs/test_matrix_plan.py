@@ -27,19 +27,16 @@ MIXED = plan_of(A, A, B, C, A, B, B, B)
     ("owners", "counts"), [(1, [2, 1, 1, 1, 3]), (2, [2, 1, 2, 3]), (5, [2, 1, 1, 1, 3])]
 )
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_run_of_matrices_is_sent_like_one_after_the_other(name, owners, counts):
+def test_matrices_of_several_shapes_are_sent_like_one_after_the_other(name, owners, counts):
     ops, (plan, _) = get_ops("cpu", name), MIXED.cut(owners)
-    assert [layout.count for layout, _, _ in plan.runs] == counts
+    assert [run.count for run in plan.matrices.runs] == counts
     numel = sum(layout.numel for layout in plan.layouts)
     generator = torch.Generator().manual_seed(owners)
     grad, residual = (torch.randn(3, numel, generator=generator) for _ in range(2))
     message, left = torch.zeros(3, plan.words, dtype=torch.int32), residual.clone()
     out = torch.full((3, numel), torch.nan)
-    for layout, columns, words in plan.runs:
-        ops.quantize_matrix(
-            grad[:, columns], left[:, columns], message[:, words], layout=layout, average=0.0
-        )
-        ops.dequantize_matrix(message[:, None, words], out[:, columns], layout=layout, divisor=1)
+    ops.quantize_matrix(grad, left, message, layout=plan.matrices, average=0.0)
+    ops.dequantize_matrix(message[:, None], out, layout=plan.matrices, divisor=1)
     column = word = 0
     for layout in plan.layouts:
         columns = slice(column, column := column + layout.numel)
@@ -74,9 +71,7 @@ def test_kernels_keep_no_more_than_the_plan_says(layouts, monkeypatch):
     grad, out = torch.empty(destinations, numel), torch.empty(1, numel)
     sent = torch.empty(destinations, plan.words, dtype=torch.int32)
     with noting_launches(), ops.compiling_only():
-        for layout, columns, words in plan.runs:
-            ops.quantize_matrix(grad[:, columns], None, sent[:, words], layout=layout, average=0.0)
-            got = sent[None, :sources, words]
-            ops.dequantize_matrix(got, out[:, columns], layout=layout, divisor=1)
+        ops.quantize_matrix(grad, None, sent, layout=plan.matrices, average=0.0)
+        ops.dequantize_matrix(sent[None, :sources], out, layout=plan.matrices, divisor=1)
     kept = sum(buffer.nbytes for buffer in buffers.values())
     assert 0 < kept <= plan.scratch_bytes(destinations, sources) <= 1.5 * kept

@@ -14,7 +14,7 @@ from support.edges import blocks, matrix
 from support.trials import Case
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.matrix import MatrixLayout, shard_shape
+from tagc.ops.matrix import Matrices, MatrixLayout, parts_of, shard_shape
 
 REFERENCE = get_ops("cpu", "reference")
 
@@ -64,9 +64,12 @@ def test_words_of_layouts():
     assert MatrixLayout(rows=0, columns=5).words == 0
     several = MatrixLayout(rows=5, columns=70, bits=2, count=3)
     assert (several.numel, several.words, several.one) == (3 * 350, 3 * 37, layout)
-    assert [*several.parts][1:] == [
-        (slice(350, 700), slice(37, 74)),
-        (slice(700, 1050), slice(74, 111)),
+    both = Matrices((several, grouped))
+    assert (both.numel, both.words) == (4 * 350, 3 * 37 + grouped.words)
+    assert [*parts_of(both)][1:] == [
+        (layout, slice(350, 700), slice(37, 74)),
+        (layout, slice(700, 1050), slice(74, 111)),
+        (grouped, slice(1050, 1400), slice(111, 111 + grouped.words)),
     ]
 
 

@@ -21,7 +21,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import ExponentLayout
-from tagc.ops.matrix import MatrixLayout
+from tagc.ops.matrix import Matrices, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 from tagc.selfcheck import Call, every_call, sketch_calls
@@ -235,6 +235,9 @@ def _matrices(each: int | None) -> Iterator[Trial]:
                 rows=rows, columns=columns, bits=bits, group=group, level=level, count=count
             )
             given = Inputs(kind=kind)
+            if count == 2:
+                before = replace(layout, rows=rows + 2, count=1)
+                layout = Matrices((before, layout, replace(layout, rows=3, columns=columns + 24)))
             encoder, decoder = matrix_calls(layout, (grad, residual), average, divisor, ranks)
             calls += [(replace(encoder, rows=(D,)), given), (_twofold(decoder), given)]
         compiled = (bits, group, grad, residual) in MATRICES

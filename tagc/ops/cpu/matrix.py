@@ -40,7 +40,9 @@ from tagc.ops.matrix import (
     MIN_EXPONENT,
     NOT_FINITE,
     NOTHING,
+    AnyMatrices,
     MatrixLayout,
+    parts_of,
 )
 
 _LARGEST = U(np.float32(LARGEST).view(np.uint32))
@@ -52,43 +54,48 @@ def quantize_matrix(
     residual: Tensor | None,
     message: Tensor,
     *,
-    layout: MatrixLayout,
+    layout: AnyMatrices,
     average: float,
 ) -> None:
-    if not layout.rows:
-        return
     g, e = numpy_of(widened(grad)), numpy_of(residual)
-    v = np.empty(layout.columns, np.float32)
-    wide = 1  # words of a row that are summed side by side
-    while wide < min(layout.row_words, layout.word_lanes):
-        wide *= 2
-    table = np.empty(2 * layout.places * wide, np.float32)
-    sizes = [*layout.head, layout.rows * layout.row_words]
-    for elements, words in layout.parts:
+    for one, elements, words in parts_of(layout):
+        if not one.rows:
+            continue
+        v = np.empty(one.columns, np.float32)
+        table = np.empty(2 * one.places * _words_side_by_side(one), np.float32)
+        sizes = [*one.head, one.rows * one.row_words]
         heads, columns, rows, codes = map(words_of, message[:, words].split(sizes, dim=-1))
         for d in range(grad.shape[0]):
             x, left = g[d, elements], None if e is None else e[d, elements]
-            base = _find_columns(x, left, layout.rows, v, columns[d])
+            base = _find_columns(x, left, one.rows, v, columns[d])
             heads[d, 0] = base
             _quantize_rows(
-                x, left, layout.rows, v, U(base), N(layout.group), group_of(layout.places),
-                F(layout.distance), F(average), F(1 - average), table, rows[d], codes[d],
+                x, left, one.rows, v, U(base), N(one.group), group_of(one.places),
+                F(one.distance), F(average), F(1 - average), table, rows[d], codes[d],
             )  # fmt: skip
 
 
+def _words_side_by_side(layout: MatrixLayout) -> int:
+    """Words of a row that are summed side by side, a power of two."""
+    wide = 1
+    while wide < min(layout.row_words, layout.word_lanes):
+        wide *= 2
+    return wide
+
+
 def dequantize_matrix(
-    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+    message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
-    if not layout.rows:
-        return
     wide = widened(out)
     rows = numpy_of(wide)
-    for elements, words in layout.parts:
+    for one, elements, words in parts_of(layout):
+        if not one.rows:
+            continue
         for k in range(message.shape[0]):
             messages, stride = rows_of(message[k, :, words])
             _dequantize_rows(
-                messages, stride, message.shape[1], layout.rows, N(layout.group),
-                group_of(layout.places), F(divisor), add, rows[k, elements],
+                messages, stride, message.shape[1], one.rows, N(one.group),
+                group_of(one.places), F(divisor), add, rows[k, elements],
             )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
@@ -106,13 +113,14 @@ def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype
 
 
 def prepare_matrix(
-    layout: MatrixLayout,
+    layout: AnyMatrices,
     gradient: torch.dtype,
     residual: torch.dtype | None,
     average: float,
 ) -> None:
     """Takes seconds for new ``bits`` or dtypes."""
-    _compile(layout.bits, layout.group, gradient, residual)
+    first = layout.runs[0]
+    _compile(first.bits, first.group, gradient, residual)
 
 
 # LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.

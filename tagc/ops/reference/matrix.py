@@ -14,7 +14,9 @@ from tagc.ops.matrix import (
     MIN_EXPONENT,
     NOT_FINITE,
     NOTHING,
+    AnyMatrices,
     MatrixLayout,
+    parts_of,
 )
 from tagc.ops.reference.select import grouped, rounded
 from tagc.ops.symbols import wrap_int32
@@ -25,19 +27,19 @@ def quantize_matrix(
     residual: Tensor | None,
     message: Tensor,
     *,
-    layout: MatrixLayout,
+    layout: AnyMatrices,
     average: float,
 ) -> None:
-    for columns, words in layout.parts:
+    for one, columns, words in parts_of(layout):
         left = None if residual is None else residual[:, columns]
-        _quantize(grad[:, columns], left, message[:, words], layout, average)
+        _quantize(grad[:, columns], left, message[:, words], one, average)
 
 
 def dequantize_matrix(
-    message: Tensor, out: Tensor, *, layout: MatrixLayout, divisor: int, add: bool = False
+    message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
-    for columns, words in layout.parts:
-        _dequantize(message[..., words], out[:, columns], layout, divisor, add)
+    for one, columns, words in parts_of(layout):
+        _dequantize(message[..., words], out[:, columns], one, divisor, add)
 
 
 def _quantize(
@@ -239,7 +241,7 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def prepare_matrix(
-    layout: MatrixLayout,
+    layout: AnyMatrices,
     gradient: torch.dtype,
     residual: torch.dtype | None,
     average: float,
