@@ -23,7 +23,10 @@ def agree_on(
     steps: Mapping[str, Callable[[], tuple[Any, str]]],
     *,
     doing: str = "tagc.wrap",
-    remedy: str = "Every rank must call tagc.wrap with the same model, policy and tagc version",
+    remedy: str = (
+        "Every rank must call tagc.wrap with the same model (and so the same names of "
+        "parameters), policy and tagc version"
+    ),
 ) -> dict[str, Any]:
     """Run the steps on this rank, and compare the outcome with the other ranks.
 

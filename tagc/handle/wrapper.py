@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from tagc.handle.collectives import (
     with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.plan import Plan, build_plan, format_bytes, times_less, total
+from tagc.plan import Plan, UnitInfo, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
@@ -149,7 +149,7 @@ def wrap(
         if not disabled and (any(rule.codec.compresses for rule in rules) or on_gloo(units)):
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
-        plan, collectives = agree_on(groups, {"plan": make})["plan"]
+        plan, collectives = agree_on(groups, {**_names(units), "plan": make})["plan"]
         plans = [plans for plans in (plan.units, plan.parameters) if plans]
         pairs = [pair for some in plans for pair in zip(units, some, strict=True)]
         levels.keep(unit for unit, of_unit in pairs if of_unit.info.ranks_per_host > 1)
@@ -266,6 +266,15 @@ class _Request:
     def _look_at_frozen(self) -> str:
         self.frozen = look_at_frozen(self.units) if self.policy.parameters else {}
         return ""
+
+
+def _names(units: Sequence[Unit]) -> dict[str, Callable[[], tuple[None, str]]]:
+    """Steps that compare the names of each unit's parameters: where plans differ, they say why."""
+
+    def step(info: UnitInfo) -> Callable[[], tuple[None, str]]:
+        return lambda: (None, f"{info.label!r} of {', '.join(param.name for param in info.params)}")
+
+    return {f"unit {i}": step(unit.info) for i, unit in enumerate(units)}
 
 
 def _plan(

@@ -297,7 +297,7 @@ DIFFERING: list[tuple[Callable[[], Any], str | None, str]] = [
     (
         lambda: wrap_and_train(model=fully_shard(net())),
         None,
-        "tagc plan differs between ranks: rank 0 has",
+        "tagc unit 0 differs between ranks: rank 0 has",
     ),
     (lambda: wrap_and_train(hosts=None), None, "tagc hosts differs between ranks: rank 0 has"),
     (
