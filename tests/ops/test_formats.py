@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support import oracle
 from support.edges import blocks, matrix
-from support.trials import Case
+from support.trials import Case, dense_layout
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.matrix import MatrixLayout, shard_shape
@@ -153,3 +153,26 @@ def test_of_what_is_too_small_nothing_is_sent():
         encode, decode = (case.run(REFERENCE, Tensor.clone) for case in matrix(grad, divisor=1))
         assert torch.equal(decode["out"][0] + encode["residual"][0], grad.flatten())
         assert decode["out"].view(4, 8).any(-1).tolist() == [sends, sends, False, False]
+
+
+def test_uncompressed_pieces_written_out():
+    """Ranks are added in their order; three bfloat16 elements leave half a word; then a stamp."""
+    layout = dense_layout(torch.bfloat16, [(1, 3)])
+    ranks = torch.tensor([[9.0, 2.0**30, torch.nan, 1.0], [9.0, -(2.0**30), 1.0, 1.0 + 2**-8]])
+    messages = oracle.poisoned(3, layout.tail + 4, dtype=torch.int32)
+    stamp = torch.tensor([7, 0], dtype=torch.int32)
+    for r, row in enumerate((*ranks, ranks.new_tensor([0.0, 3.0, 0.0, -1.5]))):
+        stamp[1] = 4
+        REFERENCE.put_dense(row[None], messages[r : r + 1], stamp, layout=layout)
+    assert messages[0, 4:6].tolist() == [0x7FC0_4E80, 0x3F80]
+    assert messages[1, 5] == 0x3F80  # halfway, to even
+    assert messages[:, layout.tail : layout.tail + 2].tolist() == [[7, 5]] * 3
+    assert bool((messages[:, [0, 3, -1]] == oracle.SENTINEL).all())
+    out, wrong = torch.zeros(1, 4), torch.tensor([False])
+    sizes = {"layout": layout, "divisor": 2}
+    REFERENCE.sum_dense(messages[None], out, stamp, wrong, **sizes)
+    assert oracle.same_values(out, torch.tensor([[0.0, 1.5, torch.nan, 0.25]]))
+    messages[2, layout.tail + 1] += 1
+    REFERENCE.sum_dense(messages[None], out, stamp, wrong, **sizes)
+    assert bool(wrong)
+    assert bool(out.isnan().all())
