@@ -30,7 +30,6 @@ def words(case: Case) -> list[int]:
         (BlockLayout, {"numel": -1, "bits": 4}, "numel must not be negative, got -1"),
         (BlockLayout, {"numel": 1, "bits": 2}, r"bits must be one of \(4, 8\), got 2"),
         (BlockLayout, {"numel": 1, "bits": 4, "block": 16}, r"in \[32, 4096\], got 16"),
-        (BlockLayout, {"numel": 1, "bits": 4, "block": 8192}, r"in \[32, 4096\], got 8192"),
         (BlockLayout, {"numel": 1, "bits": 4, "block": 48}, "a power of two .*, got 48"),
         (MatrixLayout, {"rows": -1, "columns": 1}, "a matrix has columns, got -1 x 1"),
         (MatrixLayout, {"rows": 1, "columns": 0}, "a matrix has columns, got 1 x 0"),
@@ -38,7 +37,6 @@ def words(case: Case) -> list[int]:
         (MatrixLayout, {"rows": 1, "columns": 1, "bits": 3}, r"one of \(1, 2\), got 3"),
         (MatrixLayout, {"rows": 1, "columns": 1, "group": 4}, "group must be 1 or 8, got 4"),
         (MatrixLayout, {"rows": 1, "columns": 1, "group": 8, "bits": 2}, "bits must be 1, got 2"),
-        (MatrixLayout, {"rows": 1, "columns": 1, "level": 4.0}, r"in \[0.25, 4\), got 4.0"),
         (MatrixLayout, {"rows": 1, "columns": 1, "level": math.nan}, r"in \[0.25, 4\), got nan"),
     ],
 )
@@ -68,13 +66,6 @@ def test_words_of_layouts():
         (slice(350, 700), slice(37, 74)),
         (slice(700, 1050), slice(74, 111)),
     ]
-
-
-@pytest.mark.parametrize(("bits", "group", "per_element"), [(2, 1, 2), (1, 1, 1), (1, 8, 1 / 2)])
-def test_bits_per_element_of_large_matrices(bits, group, per_element):
-    """Scales are little beside codes."""
-    layout = MatrixLayout(rows=4096, columns=15 * 1024, bits=bits, group=group)
-    assert 32 * layout.words / layout.numel == pytest.approx(per_element, abs=0.002)
 
 
 def test_rows_and_columns_of_a_shard():
