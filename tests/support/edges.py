@@ -124,18 +124,6 @@ def _() -> Iterator[Case]:
         yield from blocks(x, 4, x.to(residual), average=average)
 
 
-@edge("blocks: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    rng = np.random.default_rng(0)
-    for bits, result in ((8, (F32, 1)), (8, (BF16, 3)), (4, (F16, 4)), (4, (F32, 7))):
-        layout = BlockLayout(numel=150, bits=bits, block=32)
-        x = oracle.values((12, 150), rng) * torch.from_numpy(rng.choice([1, 1e3, 1e-3], (12, 1)))
-        message = sent_blocks(x.float(), layout)
-        forwards = message.view(2, 6, -1)
-        for several in (forwards, forwards.flip(1).contiguous(), message.view(12, 1, -1)):
-            yield from sums_of_blocks(several, layout, result)
-
-
 @edge("blocks: any words have a sum, also beyond the largest number")
 def _() -> Iterator[Case]:
     rng = np.random.default_rng(1)
@@ -224,20 +212,6 @@ def _() -> Iterator[Case]:
     yield from matrix(on_edge(float(np.nextafter(below, np.float32(2))), rng), 2, residual=BF16)
 
 
-@edge("matrix: ones that are lost one by one, and reach the next scale together")
-def _() -> Iterator[Case]:
-    # 1.25 and 1.0625 times 2**24 are halfway between two scales of columns, and of rows.
-    for ones in ([8, 16, 24, 32, 40, 48], [1, 3, 5, 7]):
-        x = torch.zeros(50, 256)
-        x[0, 0], x[0, 1:], x[ones, 0] = 1.25 * 2**24 - 4, 2.0**25, 1.0
-        yield from matrix(x)
-    # 32 places of 8 words: neighbours, then halves.
-    for ones in ([1, 2, 4, 128, 64, 32, 16, 8], [4, 5, 6, 7]):
-        x = torch.zeros(50, 256)
-        x[0, 0], x[1], x[0, ones] = 1.0625 * 2**24 - 4, 2.0**33, 1.0
-        yield from matrix(x)
-
-
 @edge("matrix: quotients next to integers")
 def _() -> Iterator[Case]:
     # Multiples of scales, whose quotients round to either side of the multiple.
@@ -254,14 +228,6 @@ def _() -> Iterator[Case]:
         x = random_matrix((2, 2, SPAN + more), np.random.default_rng(more))
         x[1, 1, 600] = NAN
         yield from matrix(x, bits, group, (x / 8).to(dtype), average=0.9)
-
-
-@edge("matrix: the largest column comes last")
-def _() -> Iterator[Case]:
-    # More partial maxima than are read at once.
-    x = torch.full((1, 4170), 2.0**-8)
-    x[0, -1] = 1.0
-    yield from matrix(x)
 
 
 @edge("matrix: the largest row comes last, and its byte is at most 254")
@@ -332,32 +298,6 @@ def _() -> Iterator[Case]:
     x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
     for bits, group, dtype in CODES:  # rows that send nothing keep the sign
         yield from matrix(x, bits, group, x.to(dtype))
-
-
-@edge("matrix: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    factors = torch.tensor([1, 3e5, 7e3, 1.7, 50, 2e6])[:, None, None]
-    for (bits, group, dtype), result in zip(CODES, (F32, BF16, F32), strict=True):
-        x = random_matrix((6, 5, 60), np.random.default_rng(bits + group)) * factors
-        x[1, 1, 0] = INF
-        for order in (x, x.flip(0)):
-            *_, made = matrix(order, bits, group, dtype, dtype=result, divisor=7)
-            yield made
-
-
-@edge("matrix: a damaged message")
-def _() -> Iterator[Case]:
-    """A row whose scale is infinite leaves those that follow it as they are."""
-    layout = MatrixLayout(rows=4, columns=5)
-    message = torch.zeros(1, layout.words, dtype=I32)
-    REFERENCE.quantize_matrix(
-        random_matrix((1, 4, 5), np.random.default_rng(0)).flatten(1), None, message,
-        layout=layout, average=0.0,
-    )  # fmt: skip
-    # An infinite scale is 0x7F8 as a row's byte and the base.
-    message[0, 0] = 0x7F8 - 200
-    message[0, sum(layout.head[:2])] = 200 + (100 << 8) + (100 << 16) + (100 << 24)
-    yield sum_of_matrices(message, layout)
 
 
 # Sketches
