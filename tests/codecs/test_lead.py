@@ -16,7 +16,6 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.launching import launch
-from support.marks import covering, slow
 from support.units import matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import UnitReducer
 from tagc.ops.launches import UndoLag
@@ -56,7 +55,7 @@ class Segment:
         return self.weights[1].item()
 
 
-@pytest.mark.parametrize("carried", [0.125, 0.5, 1.0])
+@pytest.mark.parametrize("carried", [0.125, 1.0])
 def test_a_codec_that_sends_a_share_hands_out_the_gradient_itself(carried: float) -> None:
     """From the first step on: then the share is known, and nothing was late before."""
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +121,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
     "matrix 1 of 8": {"kind": "matrix", "group": 8},
     "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
-    "shared": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
     "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
 }
 
@@ -140,9 +138,8 @@ def last_sums(reducer: UnitReducer) -> list[Tensor]:
     return [q[0] for q in reducer.owner_states.values()]
 
 
-@pytest.mark.some(3)
-@on_ranks(2, slow(3))
-@pytest.mark.parametrize(("codec", "op"), covering(CODECS, ["SUM", "AVG"]))
+@on_ranks(2)
+@pytest.mark.parametrize(("codec", "op"), [("matrix 1 of 8", "AVG"), ("sketch", "SUM")])
 def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
     """Operation by operation, in float32; nothing of it changes what is sent or owed."""
     lead = 0.3
@@ -168,7 +165,7 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", [c for c in CODECS if c != "quantized 4"])
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "sketch"])
 def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None:
     plan = matrix_plan(world_size, CODECS[codec] | {"warmup_steps": 2}, leading(0.5))
     reducer = unit_reducer(plan)
