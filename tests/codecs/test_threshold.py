@@ -228,36 +228,9 @@ def test_the_first_thresholds_are_within_the_bounds_of_all():
     check_controller(steering.named(), max_boost=1.0)
 
 
-def test_a_loaded_state_goes_on_alike():
-    history = torch.randint(0, 5000, (6, 2, 3, 4), dtype=torch.int32)
-    one, other = (Steering([900.0] * 2, 3, scale=(0.25,) * 2) for _ in range(2))
-    for counts in history[:3]:
-        one.update(counts)
-    check_controller(one.named(), max_boost=1.0)
-    for name, tensor in other.named().items():
-        tensor.copy_(one.named()[name])
-    for counts in history[3:]:
-        for steering in (one, other):
-            steering.update(counts)
-        assert torch.equal(one.threshold, other.threshold)
-        assert torch.equal(one.step, other.step)
-
-
-sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))
-
-
-@given(st.lists(st.lists(sample, min_size=3, max_size=3), min_size=1, max_size=9))
-@examples
-def test_agree_is_the_mean_of_those_who_saw_something(rows):
-    """In float32 and in rank order, so that it has one value only."""
-    agreed = mean_threshold(torch.tensor(rows))
-    for column, got in zip(zip(*rows, strict=True), agreed, strict=True):
-        total, seen = np.float32(0), [v for v in column if v > 0]
-        with np.errstate(over="ignore"):
-            for v in column:
-                total = np.float32(total + np.float32(v))
-            mean = total / np.float32(len(seen)) if seen else np.float32(1)
-        assert got.item() == min(max(float(mean), MIN_THRESHOLD), MAX_THRESHOLD)
+def test_agree_is_the_mean_of_those_who_saw_something():
+    rows = torch.tensor([[0.0, 2.0, 2.0**-120, 2.0**127], [0.0, 0.0, 0.0, 2.0**127], [0, 3, 0, 0]])
+    assert mean_threshold(rows).tolist() == [1.0, 2.5, MIN_THRESHOLD, MAX_THRESHOLD]
 
 
 @pytest.mark.parametrize(
