@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -147,7 +146,6 @@ def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("operator", "policy", "text"),
     [
-        ("dequantize", POLICY, ("dequantize(out float32", "elements of 'out' differ")),
         ("undo_lag", LEADING, ("undo_lag(decoded float32", "elements of 'out' differ")),
         ("steer", SELECTING, ("steer(target float32", "elements of 'state' differ")),
     ],
@@ -161,30 +159,21 @@ def test_a_wrong_kernel_on_one_rank_is_refused_on_all(operator, policy, text):
     assert "KernelError" in other
 
 
-def left_out(rank: int, how: str) -> list[str]:
+def left_out(rank: int) -> list[str]:
     with device("dequantize") as standin:
-        if how == "disabled":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TAGC_DISABLE", "1")
-                wrapped()
-        else:
-            wrapped("reference")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TAGC_DISABLE", "1")
+            wrapped()
+        wrapped("reference")
         return standin.compiled + standin.ran
 
 
-@pytest.mark.parametrize("how", ["reference", "disabled"])
-def test_kernels_that_nobody_uses_are_not_checked(how):
-    assert run_ranks(left_out, 2, how) == [[], []]
+def test_kernels_that_nobody_uses_are_not_checked():
+    assert run_ranks(left_out, 2) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
-        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
-    ],
-)
-def test_a_host_without_a_compiler_is_told_what_to_install(error: Exception):
+def test_a_host_without_a_compiler_is_told_what_to_install():
+    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
     for text in run_ranks(without_a_compiler, 2, error):
         assert "install gcc and python3-dev" in text
         assert str(error) in text
