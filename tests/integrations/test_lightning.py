@@ -69,9 +69,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
     }
     parents = (
         "lightning",
-        "lightning__fabric",
-        "lightning__pytorch",
-        "lightning__pytorch__trainer",
+        *(f"lightning__{of}" for of in ("fabric", "pytorch", "pytorch__trainer")),
     )
     made = imported(monkeypatch, name, **dict.fromkeys(parents, module()), **sharded)
     place = importlib.import_module(HERE + "sharded")
@@ -79,12 +77,8 @@ def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
     return made
 
 
-def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
-    return strategies(monkeypatch, name, calls).TagcStrategy
-
-
 def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
-    made = strategy(monkeypatch, "fabric", calls)
+    made = strategies(monkeypatch, "fabric", calls).TagcStrategy
     model = nn.Module()
     its = made(lambda model, mesh: model, policy="hybrid", tagc_options={"hosts": None})
     assert its.setup_module(model) is model
@@ -101,7 +95,7 @@ def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_pat
 
 
 def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
-    made = strategy(monkeypatch, "lightning", calls)
+    made = strategies(monkeypatch, "lightning", calls).TagcStrategy
     its = made(policy="hybrid", save_distributed_checkpoint=False)
     its.setup(SimpleNamespace(state=SimpleNamespace(fn="validate")))
     assert calls == []
@@ -150,12 +144,11 @@ def test_lightnings_strategies_for_ddp(
     assert calls[2:] == [("save", tmp_path / "last.ckpt.tagc" / "model")]
 
 
-@pytest.mark.parametrize("name", ["fabric", "lightning"])
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(("name", "distributed"), [("fabric", True), ("lightning", False)])
 def test_checkpoints_of_the_other_kind_are_loaded_and_removed(
     monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path, name: str, distributed: bool
 ) -> None:
-    made = strategy(monkeypatch, name, calls)
+    made = strategies(monkeypatch, name, calls).TagcStrategy
     calls.append("wrapped")
     path, model = tmp_path / "last.ckpt", nn.Module()
     path.mkdir() if distributed else path.touch()

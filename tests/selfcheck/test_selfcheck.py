@@ -43,11 +43,8 @@ def change(x: Tensor) -> None:
     flat.copy_(flat == 0 if x.dtype == torch.bool else torch.where(flat == 1, 2, 1).to(x.dtype))
 
 
-def test_every_operator_is_checked():
-    assert set(ONE_OF_EACH) == set(OPERATORS)
-
-
 def test_the_reference_passes():
+    assert set(ONE_OF_EACH) == set(OPERATORS)
     calls = list(ONE_OF_EACH.values())
     checked = check(standin("passes"), CPU, calls)
     assert checked.calls == calls
@@ -70,10 +67,9 @@ def test_one_wrong_element_is_noticed(operator, output):
         check(wrong, CPU, [call])
 
 
-@pytest.mark.parametrize("result", [0, 1])
-def test_a_wrong_result_of_peeling_is_noticed(result):
-    wrong = standin("wrong", peel=spoiling("peel", lambda arguments, found: change(found[result])))
-    with pytest.raises(KernelError, match=f"elements of 'result {result}' differ"):
+def test_a_wrong_result_of_peeling_is_noticed():
+    wrong = standin("wrong", peel=spoiling("peel", lambda arguments, found: change(found[1])))
+    with pytest.raises(KernelError, match="elements of 'result 1' differ"):
         check(wrong, CPU, [ONE_OF_EACH["peel"]])
 
 
