@@ -140,20 +140,6 @@ def test_json_is_what_programs_read(capsys):
 ADVISE = ["advise", "--params", "1e7", "--world", "8", "--bandwidth", "1Gbit"]
 
 
-def test_advice_as_json_says_what_the_table_says(capsys):
-    assert main([*ADVISE, "--step-time", "1ms", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert main([*ADVISE, "--step-time", "1ms"]) == 0
-    text = capsys.readouterr().out
-    assert all(line in text for line in answer["verdict"])
-    rows = {candidate["name"]: candidate for candidate in answer["candidates"]}
-    assert rows[answer["best_policy"]]["step"] == min(c["step"] for c in rows.values())
-    assert answer["pays"] is True
-    assert 0 < answer["pays_up_to"]["bandwidth"] < 1e13
-    assert rows.keys() >= {"dense fp32", "dense bf16", "hybrid"}
-    assert all(f"\n{name} " in text for name in rows)
-
-
 def test_plot_of_advice(tmp_path, capsys, monkeypatch):
     file = tmp_path / "step.png"
     assert main([*ADVISE, "--plot", str(file)]) == 0

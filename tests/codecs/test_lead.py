@@ -19,7 +19,7 @@ from support.launching import launch
 from support.units import matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import UnitReducer
 from tagc.ops.launches import UndoLag
-from tagc.ops.sampling import SAMPLE, LearnShare, SampleOwed, share_stride, weights_of
+from tagc.ops.sampling import SAMPLE, LearnShare, SampleOwed, share_stride
 from tagc.plan import UnitPlan, bytes_in_step
 
 DECAY = 0.9
@@ -102,16 +102,6 @@ def test_nothing_owed_and_nothing_sent() -> None:
     segment.encode(torch.ones(1, 4), 1.0)
     out = segment.correct(torch.ones(1, 4))
     torch.testing.assert_close(out, torch.full((1, 4), 10.0), rtol=1e-6, atol=0)
-
-
-def test_a_loss_scale_changes_nothing() -> None:
-    segment = Segment(4)
-    segment.encode(torch.ones(1, 4), 0.25)
-    segment.sums *= 1024.0**2
-    assert weights_of(segment.sums)[1] == 0.75
-    segment.residual.zero_()
-    segment.encode(torch.full((1, 4), 1024.0), 0.25)
-    assert segment.share == 0.75
 
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG

@@ -3,7 +3,6 @@ speed of a codec is measured."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -313,36 +312,3 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(
         for unit in plan.all_units:
             if unit.compressed and (unit.direction == "parameters") == parameters:
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
-
-
-def test_a_gpu_is_timed_by_events_behind_a_wait() -> None:
-    """The host queues all repeats first, so that its launches do not count."""
-    notes: list[str] = []
-    milliseconds = iter([3.0, 1.0, 2.0])
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            notes.append("event")
-
-        def elapsed_time(self, end: Event) -> float:
-            assert notes[-1] == "synchronize"
-            return next(milliseconds)
-
-    with (
-        patch.object(torch.cuda, "Event", Event),
-        patch.object(torch.cuda, "device", lambda device: nullcontext()),
-        patch.object(torch.cuda, "synchronize", lambda: notes.append("synchronize")),
-        patch.object(torch.cuda, "_sleep", lambda cycles: notes.append("wait")),
-    ):
-        seconds = speed._seconds(
-            lambda: notes.append("run"),
-            lambda: notes.append("before"),
-            torch.device("cuda"),
-            repeats=3,
-        )
-    assert seconds == pytest.approx(1e-3)
-    repeat = ["before", "event", "run", "event"]
-    assert notes == ["before", "run", "synchronize", "wait", *repeat * 3, "synchronize"]

@@ -74,17 +74,6 @@ def test_meshes_that_are_none(text: str) -> None:
         parse_mesh(text)
 
 
-def test_explain(capsys: Any) -> None:
-    options = ["--policy", "hybrid-3d", "--tokens", "8192"]
-    assert main(["explain", "1e8", "--mesh", "tp=8", *options]) == 0
-    text = capsys.readouterr().out
-    assert "activations, for 8,192 tokens a step:" in text
-    assert "gradients" not in text
-    assert main(["explain", "1e8", "--mesh", "pp=2,dp=4,tp=8", "--json", *options]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [of["dimension"] for of in data["dimensions"]] == ["pp", "tp"]
-
-
 def test_neighbours_differ_in_the_last_dimension() -> None:
     assert place(MESH, 1) == {"pp": 1, "dp": 1, "tp": 1}
     assert place(MESH, 8) == {"pp": 1, "dp": 1, "tp": 8}

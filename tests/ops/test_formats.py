@@ -49,16 +49,11 @@ def test_words_of_layouts():
     layout = BlockLayout(numel=1000, bits=4, block=256)
     assert (layout.levels, layout.blocks) == (7, 4)
     assert (layout.scale_words, layout.block_words, layout.words) == (2, 32, 2 + 4 * 32)
-    odd = BlockLayout(numel=513, bits=8, block=256)
-    assert (odd.levels, odd.blocks, odd.scale_words, odd.words) == (127, 3, 2, 2 + 3 * 64)
     assert BlockLayout(numel=0, bits=8).words == 0
     layout = MatrixLayout(rows=5, columns=70, bits=2)
     assert (layout.numel, layout.width, layout.codes, layout.row_words) == (350, 2, 70, 5)
     assert layout.head == (1, 9, 2)
     assert layout.words == 1 + 9 + 2 + 5 * 5
-    grouped = MatrixLayout(rows=5, columns=70, group=8)
-    # Eight codes of 4 bits in a word; nine groups in a row, the last of 6 elements.
-    assert (grouped.width, grouped.codes, grouped.row_words) == (4, 9, 2)
     assert MatrixLayout(rows=0, columns=5).words == 0
     several = MatrixLayout(rows=5, columns=70, bits=2, count=3)
     assert (several.numel, several.words, several.one) == (3 * 350, 3 * 37, layout)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 
 from support.kernel_cases import kernels
 from tagc.ops import Ops, compiles_ahead, cpu, get_ops, reference
-from tagc.ops.cpu.arrays import once_a_host
 from tagc.ops.implementations import _warn_reference
 
 
@@ -73,28 +70,6 @@ def test_an_old_gpu_gets_the_reference(monkeypatch):
 def test_what_cannot_run_is_refused(device, name, message):
     with pytest.raises(ValueError, match=message):
         get_ops(device, name)
-
-
-# Ranks of a host compile one after the other
-
-
-def test_one_compiles_at_a_time() -> None:
-    """Threads stand for processes: a lock on a file that each of them opened counts alike."""
-    inside, most = 0, 0
-
-    def compile_for(what: str) -> None:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
-        time.sleep(0.05)
-        inside -= 1
-
-    ranks = [threading.Thread(target=once_a_host(compile_for), args=("x",)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert most == 1
 
 
 # Every implementation has the contract's operators and signatures

@@ -24,15 +24,6 @@ def group(symbol):
     return st.lists(lane(symbol), min_size=symbol.lanes, max_size=symbol.lanes)
 
 
-def test_formats_and_a_worked_example():
-    shapes = {s.name: (s.lanes, s.bits) for s in SYMBOLS.values()}
-    assert shapes == {"int8x4": (4, 8), "int16x2": (2, 16), "int32x1": (1, 32)}
-    symbol = SYMBOLS["int8x4"]
-    v = pack(torch.tensor([[-1, 2, 0, 0], [1, -2, 0, 3]]), symbol)
-    assert v.tolist() == [511, 1 - 512 + 3 * 2**24]
-    assert unpack(v.sum(0, dtype=torch.int32), symbol).tolist() == [0, 0, 0, 3]
-
-
 @by_name
 @given(v=st.integers(-(2**31), 2**31 - 1), data=st.data())
 @examples

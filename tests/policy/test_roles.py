@@ -4,7 +4,7 @@ import pytest
 
 import tagc
 from support.role_names import labelled
-from tagc.policy import ParamInfo, Policy, role_of
+from tagc.policy import Policy, role_of
 from tagc.policy.roles import clean_name, layer_of
 
 WRAPPERS = ["module.module.", "_orig_mod.module.", "module._fsdp_wrapped_module."]
@@ -36,24 +36,6 @@ def test_roles_of_most_models_that_people_train():
     params = labelled()
     assert len(params) > 1600
     assert not [(p.family, p.name, p.judged) for p in params if p.misjudged]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "why"),
-    [
-        ("layers.0.mixer.conv1d.weight", (64, 1, 4), "state-space"),
-        ("layers.0.mixer.A_log", (64, 16), "state-space"),
-        ("layers.0.mlp.experts.down_proj_bias", (8, 64), "bias"),
-        ("layers.0.conv.depthwise_conv.weight", (64, 1, 31), "one row each"),
-        ("embeddings.cls_token", (1, 1, 64), "one row each"),
-        ("layers.0.mlp.up_proj.bias", (64,), "one dimension"),
-        ("layers.0.mlp.experts.down_proj", (8, 64, 64), ""),
-        ("relative_attention_bias.weight", (32, 8), ""),
-        ("w", (64, 1), ""),
-    ],
-)
-def test_what_is_no_matrix(name: str, shape: tuple[int, ...], why: str):
-    assert ParamInfo.of(name, shape).no_matrix == why
 
 
 GPT = """
