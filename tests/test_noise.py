@@ -359,26 +359,6 @@ def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def test_a_caller_that_kept_the_step_of_before() -> None:
-    """Accelerate does, with a gradient scaler: no error can be seen, and still nothing is lost."""
-    optimizer, p = stepping()
-    step = optimizer.step
-    kept = LearningRateScaling(optimizer, Fixed(2.0), second_moment=None)
-    step()
-    moved = float((1 - p[0]).detach())
-    # By twice the rate; the decay is what it was.
-    assert moved == pytest.approx(0.125 + 1.0, rel=1e-5)
-    assert rates(optimizer) == [(0.5, 0.25)]
-    with pytest.raises(OSError, match="in the closure"):
-        step(failing)
-    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
-    optimizer.param_groups[0]["lr"] = 0.0625
-    step()
-    assert rates(optimizer) == [(0.0625, 0.25)]
-    kept.remove()
-    assert optimizer.step == step
-
-
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.5)
     p = nn.Parameter(torch.ones(2))

@@ -46,7 +46,7 @@ VALUES = {
     "tokens_per_rank": "100",
     "world": "16",
 }
-# Command lines in which a situation holds, and no situation that would be told first.
+# Command lines in which a situation holds, and no situation that would be an error first.
 MESH = "--mesh dp=4,tp=2 --tokens 64"
 SITUATIONS = {
     "with --ddp": "--world 8 --ddp",

@@ -172,7 +172,7 @@ def test_kernels_that_nobody_uses_are_not_checked():
     assert run_ranks(left_out, 2) == [[], []]
 
 
-def test_a_host_without_a_compiler_is_told_what_to_install():
+def test_a_host_without_a_compiler_learns_what_to_install():
     error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
     for text in run_ranks(without_a_compiler, 2, error):
         assert "install gcc and python3-dev" in text

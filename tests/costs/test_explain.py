@@ -168,7 +168,6 @@ def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
             assert sum(row.wire_bytes for row in rows) == pytest.approx(later)
     assert "per step of 3 micro-batches instead of" in str(plans[1])
     assert ("set_requires_all_reduce(False)" in str(plans[1])) == (hosts > 1)
-    assert plans[0].fingerprint == plans[1].fingerprint
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
         tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
 

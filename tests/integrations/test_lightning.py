@@ -142,31 +142,3 @@ def test_lightnings_strategies_for_ddp(
     assert handles[1].asked == [("load_state_dict", None)]
     its.save_checkpoint({"optimizer_states": []}, tmp_path / "last.ckpt")
     assert calls[2:] == [("save", tmp_path / "last.ckpt.tagc" / "model")]
-
-
-@pytest.mark.parametrize(("name", "distributed"), [("fabric", True), ("lightning", False)])
-def test_checkpoints_of_the_other_kind_are_loaded_and_removed(
-    monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path, name: str, distributed: bool
-) -> None:
-    made = strategies(monkeypatch, name, calls).TagcStrategy
-    calls.append("wrapped")
-    path, model = tmp_path / "last.ckpt", nn.Module()
-    path.mkdir() if distributed else path.touch()
-
-    def new(distributed: bool) -> Any:
-        its = made(lambda model, mesh: model, save_distributed_checkpoint=distributed)
-        its.model = model
-        return its
-
-    parts = {"model": model}
-    checkpoint = ({"optimizer_states": []}, path) if name == "lightning" else (path, parts)
-    new(distributed).save_checkpoint(*checkpoint)
-    other = new(not distributed)
-    other.load_checkpoint(*([path] if name == "lightning" else [path, parts]))
-    folder = residual_folder(path, distributed=distributed) / "model"
-    assert calls[1:] == [("save", folder), ("load", folder)]
-    if name == "lightning":
-        folder.mkdir(parents=True)
-        other.remove_checkpoint(path)
-        assert not path.exists()
-        assert not folder.parent.exists()

@@ -1,4 +1,4 @@
-"""Which implementation of the operators runs, what is said when one cannot, and that all have the
+"""Which implementation of the operators runs, the warning when one cannot, and that all have the
 operators of the contract."""
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def warnings(model: nn.Module, policy: str | dict[str, object]) -> tuple[str, ..
 
 
 @pytest.mark.parametrize("policy", ["hybrid", rules({"when": {}, "codec": FOUR})])
-def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
+def test_adapters_that_stay_dense_are_a_warning(policy: str | dict[str, object]):
     warning = warnings(adapted(8), policy)[-1]
     assert (
         "leaves the gradients of 89% of the trained elements dense, in parameters with" in warning
@@ -211,7 +211,7 @@ def test_adapters_that_stay_dense_are_told(policy: str | dict[str, object]):
         (8, rules({"when": {"name": "*lora*"}, "codec": {"kind": "dense"}})),
     ],
 )
-def test_what_a_rule_leaves_dense_on_purpose_is_not_told(
+def test_what_a_rule_leaves_dense_on_purpose_is_no_warning(
     rank: int, policy: str | dict[str, object]
 ):
     assert not any("trained elements" in warning for warning in warnings(adapted(rank), policy))

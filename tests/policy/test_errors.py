@@ -1,4 +1,4 @@
-"""What a user is told when a policy is wrong."""
+"""Errors when a policy is wrong."""
 
 import pytest
 
@@ -70,7 +70,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("old", "new", "start", "part"), INVALID)
-def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_path):
+def test_error_names_place_key_and_nearest_value(old, new, start, part, tmp_path):
     assert old in BASE
     [line] = errors(BASE.replace(old, new, 1), tmp_path)
     assert line.startswith(f"p.yaml:{start}")

@@ -35,14 +35,6 @@ replicas:
 dimensions: {tp: {codec: {kind: quantized, bits: 8, block: 64}}, pp: {codec: {kind: quantized}}}
 roles: {mlp: [proj.*, "*.w1"], head: final}
 """
-SITES = b"""\
-schema: 1
-gradients:
-  - when: {}
-    codec: {kind: matrix, bits: 1}
-sites:
-  {every: 8, together: 5, fragments: 2, delay: 3, alpha: 0.5, outer: {rate: 0.7, momentum: 0.9}}
-"""
 WORDS = [
     *(b"roles ssm".split()),
     *(b"kind when codec feedback role name layers density bits sketch matrix dense auto".split()),
@@ -56,7 +48,7 @@ WORDS = [
 def corpus() -> list[bytes]:
     """The built-in policies, and one with every key there is."""
     folder = resources.files("tagc.policies")
-    return [*((folder / f"{name}.yaml").read_bytes() for name in tagc.policies()), EVERY_KEY, SITES]
+    return [*((folder / f"{name}.yaml").read_bytes() for name in tagc.policies()), EVERY_KEY]
 
 
 @by_count

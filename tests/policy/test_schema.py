@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import tagc
-from tagc.codecs import CODECS
-from tagc.policy import ROLES, json_schema
+from tagc.policy import json_schema
 
 SHIPPED = resources.files("tagc.policies")
 SCHEMA = json.loads(json_schema())
@@ -60,15 +59,3 @@ def test_every_key_is_described_and_every_number_has_a_unit_and_bounds():
                 {"minimum", "exclusiveMinimum"} & number.keys()
                 and {"maximum", "exclusiveMaximum"} & number.keys()
             ), key
-
-
-def test_roles_and_codecs_can_be_completed():
-    when = SCHEMA["definitions"]["When"]["properties"]
-    assert alternatives(when["role"])[0]["enum"] == list(ROLES)
-    kinds = {
-        what: {option["properties"]["kind"]["const"] for option in alternatives(rule["codec"])}
-        for what in ("Rule", "ParameterRule")
-        if (rule := SCHEMA["definitions"][what]["properties"])
-    }
-    assert kinds["Rule"] == {kind.name for kind in CODECS if kind.config} | {"auto"}
-    assert kinds["ParameterRule"] == {k.name for k in CODECS if k.parameter_config} | {"auto"}

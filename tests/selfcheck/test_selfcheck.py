@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trials import OPERATORS, PLACEMENTS, case_of
+from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
 from tagc.selfcheck import Call, KernelError, Recorder, check, checking, every_call
 
@@ -107,15 +107,6 @@ def test_all_failures_are_listed_if_it_goes_on():
     checked = check(standin("fails", quantize=fails), CPU, [*wrong, *others], go_on=True)
     assert list(checked.failures) == wrong
     assert checked.calls == others
-
-
-def test_what_passed_is_not_run_again():
-    ran = []
-    counting = standin("counting", quantize=spoiling("quantize", lambda *_: ran.append(1)))
-    call = ONE_OF_EACH["quantize"]
-    for _ in range(3):
-        check(counting, CPU, [call])
-    assert len(ran) == len(PLACEMENTS)
 
 
 @pytest.mark.parametrize("operator", ["quantize", "quantize_matrix", "encode"])

@@ -1,7 +1,11 @@
-"""Hand-labelled parameter names of many model families, and which of them tagc misjudges."""
+"""Hand-labelled parameter names of many model families, and which of them tagc misjudges.
+
+``cd tests && python -m support.role_names`` prints the counts.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from support.paths import DATA
@@ -49,3 +53,13 @@ def labelled() -> list[Labelled]:
                 )
             )
     return found
+
+
+if __name__ == "__main__":
+    every, wrong = Counter[str](), Counter[str]()
+    for param in labelled():
+        every[param.family] += param.count
+        wrong[param.family] += param.count * param.misjudged
+    for family, count in every.items():
+        print(f"{family:55} {count:6} {wrong[family]:6}")
+    print(f"{f'{len(every)} families':55} {every.total():6} {wrong.total():6}")
