@@ -36,7 +36,6 @@ def policy_of(codec: dict[str, Any], **feedback: Any) -> dict[str, Any]:
 
 
 POLICY = policy_of({"kind": "quantized", "bits": 4, "block": 32})
-LEADING = policy_of({"kind": "matrix", "group": 8}, lead=0.65)
 SELECTING = policy_of({"kind": "sketch", "density": 0.3})
 
 
@@ -73,8 +72,7 @@ class Standin(ModuleType):
                 return None
             returned = right(*args, **kwargs)
             if wrong:
-                given = inspect.signature(right).bind(*args, **kwargs).arguments
-                given["out" if "out" in given else "state"][..., 0] = 7.0
+                inspect.signature(right).bind(*args, **kwargs).arguments["state"][..., 0] = 7.0
             return returned
 
         operator.__wrapped__ = right  # type: ignore[attr-defined]  # for its signature
@@ -143,17 +141,10 @@ def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.parametrize(
-    ("operator", "policy", "text"),
-    [
-        ("undo_lag", LEADING, ("undo_lag(decoded float32", "elements of 'out' differ")),
-        ("steer", SELECTING, ("steer(target float32", "elements of 'state' differ")),
-    ],
-)
-def test_a_wrong_kernel_on_one_rank_is_refused_on_all(operator, policy, text):
-    mine, other = run_ranks(refused, 2, 0, operator, policy)
+def test_a_wrong_kernel_on_one_rank_is_refused_on_all():
+    mine, other = run_ranks(refused, 2, 0, "steer", SELECTING)
     assert mine.startswith("KernelError: tagc: tagc.triton_kernels.ops does not give")
-    for part in (*text, "ops='reference'"):
+    for part in ("steer(target float32", "elements of 'state' differ", "ops='reference'"):
         assert part in mine
     assert other.startswith("RuntimeError: tagc.wrap failed on rank 0")
     assert "KernelError" in other

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support import oracle
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.launching import sketch_of
@@ -28,19 +29,6 @@ def spans(plan: UnitPlan) -> list[slice]:
     return [slice(s.start, s.stop) for s in plan.compressed]
 
 
-def quantized(x: Tensor, bits: int, block: int) -> Tensor:
-    """`x` as four lines of arithmetic would send it, in float64."""
-    sent = torch.empty_like(x, dtype=torch.float64)
-    levels = 2 ** (bits - 1) - 1
-    for at in range(0, x.numel(), block):
-        part = x[at : at + block]
-        largest = part.abs().max()
-        scale = (largest * torch.tensor(1 / levels)).bfloat16().float()
-        codes = (part * (1 / scale)).clamp(-levels, levels).round() if scale > 0 else 0 * part
-        sent[at : at + block] = codes.double() * scale.double()
-    return sent
-
-
 class LoCo:
     """DeepSpeed's rule, written out: ``h = g + e``, send ``q(h)``, then
     ``e = beta * e + (1 - beta) * (h - q(h))``, and ``e = 0`` every ``reset`` steps."""
@@ -55,7 +43,8 @@ class LoCo:
             self.error = torch.zeros_like(self.error)
         self.steps += 1
         h = gradient + self.error
-        sent = quantized(h, self.bits, self.block)
+        row = oracle.quantize_row(h.numpy(), self.bits, self.block)
+        sent = torch.from_numpy(oracle.elements_of(row, len(h)))
         left = (h.double() - sent).float()
         self.error = self.beta * self.error + (1 - self.beta) * left
         return sent
