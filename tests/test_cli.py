@@ -1,8 +1,5 @@
 """The `tagc` command."""
 
-import argparse
-import importlib
-import importlib.resources
 import json
 import runpy
 import subprocess
@@ -35,18 +32,6 @@ def test_validate_good(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == f"ok {file}: 2 rules (2 for gradients)\n"
     assert err == ""
-
-
-def test_bench_runs_the_quick_form(tmp_path, monkeypatch):
-    ran = []
-    suites = importlib.import_module("tagc.benchmarks.suites")
-    monkeypatch.setattr(suites, "main", lambda argv: ran.append(argv) or 3)
-    assert main(["bench", "--device", "cpu", "--json", "x.jsonl"]) == 3
-    assert ran == [["kernels", "--quick", "--device", "cpu", "--json", "x.jsonl"]]
-    monkeypatch.undo()
-    parse = argparse.ArgumentParser()
-    suites.load("kernels").add_arguments(parse)
-    assert parse.parse_args(ran[0][1:]).quick
 
 
 def test_exit_status_reaches_the_shell(capsys, monkeypatch):

@@ -74,9 +74,6 @@ def test_sites_learn_and_resume_as_if_they_had_not_stopped(tmp_path: Path) -> No
     whole = run(*command, "--steps", "80")
     assert losses(whole)[-1] < losses(whole)[0]
     assert "exchanges 2" in whole
-    plot = tmp_path / "loss.png"
-    assert f"see {plot}" in run(*command, "--steps", "80", "--plot", str(plot))
-    assert plot.stat().st_size > 1000
     folder = ["--checkpoint", str(tmp_path / "checkpoint")]
     run(*command, "--steps", "48", *folder)
     assert losses(run(*command, "--steps", "80", *folder)) == losses(whole)[-2:]
@@ -176,19 +173,8 @@ def test_transformers_trainer_resumes_as_if_it_had_not_stopped(
     run(*command, "--stop-after", "8", "--output", str(tmp_path / "parts"))
     saved = tmp_path / "parts" / "checkpoint-8"
     assert (saved / "tagc" / "tagc.json").exists()
-    shutil.copytree(tmp_path / "parts", tmp_path / "copy")
     rest = run(*command, "--resume", "--output", str(tmp_path / "parts"))
     assert losses(rest) == losses(whole)[8:]
-
-    # A checkpoint that was moved, and one whose residuals are gone.
-    shutil.rmtree(tmp_path / "parts")
-    moved = run(*command, "--resume", "--output", str(tmp_path / "copy"))
-    assert losses(moved) == losses(whole)[8:]
-    shutil.rmtree(tmp_path / "copy" / "checkpoint-12")
-    shutil.rmtree(tmp_path / "copy" / "checkpoint-8" / "tagc")
-    done = attempt(*command, "--resume", "--output", str(tmp_path / "copy"))
-    assert done.returncode != 0
-    assert "TagcCallback(..., resume_from=folder)" in done.stderr
 
 
 def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:

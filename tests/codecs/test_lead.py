@@ -20,7 +20,7 @@ from support.units import matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import UnitReducer
 from tagc.ops.launches import UndoLag
 from tagc.ops.sampling import SAMPLE, LearnShare, SampleOwed, share_stride
-from tagc.plan import UnitPlan, bytes_in_step
+from tagc.plan import UnitPlan
 
 DECAY = 0.9
 
@@ -104,13 +104,10 @@ def test_nothing_owed_and_nothing_sent() -> None:
     torch.testing.assert_close(out, torch.full((1, 4), 10.0), rtol=1e-6, atol=0)
 
 
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-
 EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
     "matrix 1 of 8": {"kind": "matrix", "group": 8},
-    "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
     "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
 }
 
@@ -170,13 +167,3 @@ def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None
             for i, span in enumerate(spans(plan)):
                 torch.testing.assert_close(out[span], last_sums(reducer)[i] / 0.5, **EXACT)
                 assert out[span].any()
-
-
-def test_it_stores_the_last_sum_too() -> None:
-    codec = CODECS["quantized 4"]
-    plain, ahead = (matrix_plan(4, codec, f) for f in ({"kind": "residual"}, leading(0.5)))
-    for a, b in zip(plain.compressed, ahead.compressed, strict=True):
-        assert ahead.stored_bytes(b) == plain.stored_bytes(a) + 4 * a.columns
-    assert bytes_in_step(ahead) == bytes_in_step(plain)
-    # A lead of all is none.
-    assert matrix_plan(4, codec, leading(1)) == plain

@@ -112,7 +112,7 @@ SHARED = {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "sha
 @on_ranks(2)
 def test_all_ranks_send_the_groups_that_the_owner_chose(rank: int, world_size: int) -> None:
     plan = codec_plan(world_size, SHARED, PLAIN)
-    reducer = unit_reducer(plan)
+    reducer = unit_reducer(plan, "cpu")
     chosen: list[set[int]] = []
     span = spans(plan)[0]
     for step in range(32):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, checking, every_call
+from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
@@ -133,12 +133,3 @@ def test_calls_are_noted_once():
         case.call.options,
     )  # fmt: skip
     assert new == [1]
-
-
-def test_the_driver_is_what_the_kernel_has_loaded(tmp_path, monkeypatch):
-    file = tmp_path / "version"
-    monkeypatch.setattr(checking, "_MODULE", file)
-    assert checking._loaded_driver() is None
-    for kind in ("Kernel Module ", "Open Kernel Module for x86_64"):
-        file.write_text(f"NVRM version: NVIDIA UNIX {kind} 550.54.15  Tue Mar  5 22:23:56 UTC 2024")
-        assert checking._loaded_driver() == "550.54.15"
