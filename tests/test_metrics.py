@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import warnings
 
 import tagc
 from support.distributed import run_ranks
 from support.small_net import loss_of, sharded
-from tagc.plan import format_bytes
 
 ADVICE = "use 3 times the learning rate, and 5 times the clipping threshold of your uncompressed"
 POLICY = {
@@ -28,8 +25,7 @@ POLICY = {
 
 def printed(rank: int) -> list[str]:
     model = sharded()
-    stderr = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(stderr):
+    with warnings.catch_warnings():
         # Such small units pay with no codec.
         warnings.simplefilter("ignore", UserWarning)
         tagc.wrap(model, POLICY)
@@ -46,16 +42,6 @@ def printed(rank: int) -> list[str]:
     assert metrics.native_parameter_bytes == 4 * wire == 4 * dense > 0
     assert metrics.total_wire_bytes == metrics.wire_bytes + metrics.native_parameter_bytes
     assert metrics.total_dense_bytes == metrics.dense_bytes + metrics.native_parameter_bytes
-    assert f"- {ADVICE}" in str(compressor.plan())
-    lines = [t for t in stderr.getvalue().splitlines() if t.startswith("tagc: policy ")]
-    assert len(lines) == (rank == 0)
-    plan = compressor.plan()
-    for line in lines:
-        sent, dense = (sum(each) for each in zip(*plan.sent.values(), strict=True))
-        assert line.startswith("tagc: policy '<dict>': a rank sends ")
-        assert f"{format_bytes(sent)} per step instead of {format_bytes(dense)}, " in line
-        assert f"needs {format_bytes(plan.memory.peak)} of memory; {ADVICE}" in line
-        assert line.endswith("; details: tagc.compressor(model).plan()")
     return [*texts, str(metrics)]
 
 

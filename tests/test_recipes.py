@@ -74,9 +74,6 @@ def test_sites_learn_and_resume_as_if_they_had_not_stopped(tmp_path: Path) -> No
     whole = run(*command, "--steps", "80")
     assert losses(whole)[-1] < losses(whole)[0]
     assert "exchanges 2" in whole
-    plot = tmp_path / "loss.png"
-    assert f"see {plot}" in run(*command, "--steps", "80", "--plot", str(plot))
-    assert plot.stat().st_size > 1000
     folder = ["--checkpoint", str(tmp_path / "checkpoint")]
     run(*command, "--steps", "48", *folder)
     assert losses(run(*command, "--steps", "80", *folder)) == losses(whole)[-2:]
@@ -176,19 +173,8 @@ def test_transformers_trainer_resumes_as_if_it_had_not_stopped(
     run(*command, "--stop-after", "8", "--output", str(tmp_path / "parts"))
     saved = tmp_path / "parts" / "checkpoint-8"
     assert (saved / "tagc" / "tagc.json").exists()
-    shutil.copytree(tmp_path / "parts", tmp_path / "copy")
     rest = run(*command, "--resume", "--output", str(tmp_path / "parts"))
     assert losses(rest) == losses(whole)[8:]
-
-    # A checkpoint that was moved, and one whose residuals are gone.
-    shutil.rmtree(tmp_path / "parts")
-    moved = run(*command, "--resume", "--output", str(tmp_path / "copy"))
-    assert losses(moved) == losses(whole)[8:]
-    shutil.rmtree(tmp_path / "copy" / "checkpoint-12")
-    shutil.rmtree(tmp_path / "copy" / "checkpoint-8" / "tagc")
-    done = attempt(*command, "--resume", "--output", str(tmp_path / "copy"))
-    assert done.returncode != 0
-    assert "TagcCallback(..., resume_from=folder)" in done.stderr
 
 
 def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -224,17 +210,6 @@ def test_torchtitans_debug_model_resumes_as_if_it_had_not_stopped(tmp_path: Path
     assert whole[-1] < whole[0]
     shutil.rmtree(tmp_path / "outputs" / "checkpoint" / "step-4")
     assert titan(tmp_path, *options) == whole[2:]
-
-
-@pytest.mark.parametrize("experts", ["1", "2"])
-def test_torchtitans_mixture_of_experts_learns(tmp_path: Path, experts: str) -> None:
-    """Without checkpoints; experts sharded like all else, and on a mesh of their own."""
-    pytest.importorskip("torchtitan", reason="pip install tagc[recipes]")
-    options = ["--config", "deepseek_v3", "--parallelism.expert-parallel-degree", experts]
-    options += ["--training.disable-cuda-graphs"]  # torchtitan itself cannot capture these
-    losses = titan(tmp_path, *options, "--training.steps", "3")
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(("config", "dimension"), [("llama3", "tensor"), ("deepseek_v3", "expert")])

@@ -16,7 +16,6 @@ LARGEST = torch.finfo(F16).max
 PLAIN, LEADING = {"kind": "residual"}, {"kind": "residual", "lead": 0.5}
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "quantized", "bits": 8}, PLAIN),
-    ({"kind": "quantized", "bits": 4}, PLAIN),
     ({"kind": "quantized", "bits": 4}, LEADING),
     ({"kind": "sketch", "density": 1.0, "symbol": "int8x4"}, PLAIN),
     ({"kind": "matrix", "level": 1.3}, PLAIN),
@@ -35,7 +34,7 @@ def test_sums_inside_the_range_stay_there(
     reducer = unit_reducer(plan)
     signs = torch.where(torch.arange(plan.columns) % 3 == 0, -1.0, 1.0)
     ends = 0
-    for step in range(6):
+    for step in range(4):
         # As FSDP does it in float16: divided before, summed.
         size = LARGEST * (1 - step * 2**-8) / world_size
         gradient = (size * signs).to(F16).repeat(world_size, 1)

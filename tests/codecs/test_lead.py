@@ -16,12 +16,11 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.launching import launch
-from support.marks import covering, slow
 from support.units import matrix_plan, normal, reduce, unit_reducer
 from tagc.collect import UnitReducer
 from tagc.ops.launches import UndoLag
-from tagc.ops.sampling import SAMPLE, LearnShare, SampleOwed, share_stride, weights_of
-from tagc.plan import UnitPlan, bytes_in_step
+from tagc.ops.sampling import SAMPLE, LearnShare, SampleOwed, share_stride
+from tagc.plan import UnitPlan
 
 DECAY = 0.9
 
@@ -56,7 +55,7 @@ class Segment:
         return self.weights[1].item()
 
 
-@pytest.mark.parametrize("carried", [0.125, 0.5, 1.0])
+@pytest.mark.parametrize("carried", [0.125, 1.0])
 def test_a_codec_that_sends_a_share_hands_out_the_gradient_itself(carried: float) -> None:
     """From the first step on: then the share is known, and nothing was late before."""
     generator = torch.Generator().manual_seed(0)
@@ -105,24 +104,10 @@ def test_nothing_owed_and_nothing_sent() -> None:
     torch.testing.assert_close(out, torch.full((1, 4), 10.0), rtol=1e-6, atol=0)
 
 
-def test_a_loss_scale_changes_nothing() -> None:
-    segment = Segment(4)
-    segment.encode(torch.ones(1, 4), 0.25)
-    segment.sums *= 1024.0**2
-    assert weights_of(segment.sums)[1] == 0.75
-    segment.residual.zero_()
-    segment.encode(torch.full((1, 4), 1024.0), 0.25)
-    assert segment.share == 0.75
-
-
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-
 EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
     "matrix 1 of 8": {"kind": "matrix", "group": 8},
-    "quantized 4": {"kind": "quantized", "bits": 4, "block": 64},
-    "shared": {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
     "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
 }
 
@@ -140,9 +125,8 @@ def last_sums(reducer: UnitReducer) -> list[Tensor]:
     return [q[0] for q in reducer.owner_states.values()]
 
 
-@pytest.mark.some(3)
-@on_ranks(2, slow(3))
-@pytest.mark.parametrize(("codec", "op"), covering(CODECS, ["SUM", "AVG"]))
+@on_ranks(2)
+@pytest.mark.parametrize(("codec", "op"), [("matrix 1 of 8", "AVG"), ("sketch", "SUM")])
 def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
     """Operation by operation, in float32; nothing of it changes what is sent or owed."""
     lead = 0.3
@@ -168,7 +152,7 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("codec", [c for c in CODECS if c != "quantized 4"])
+@pytest.mark.parametrize("codec", ["matrix 1 bit", "sketch"])
 def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None:
     plan = matrix_plan(world_size, CODECS[codec] | {"warmup_steps": 2}, leading(0.5))
     reducer = unit_reducer(plan)
@@ -183,13 +167,3 @@ def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None
             for i, span in enumerate(spans(plan)):
                 torch.testing.assert_close(out[span], last_sums(reducer)[i] / 0.5, **EXACT)
                 assert out[span].any()
-
-
-def test_it_stores_the_last_sum_too() -> None:
-    codec = CODECS["quantized 4"]
-    plain, ahead = (matrix_plan(4, codec, f) for f in ({"kind": "residual"}, leading(0.5)))
-    for a, b in zip(plain.compressed, ahead.compressed, strict=True):
-        assert ahead.stored_bytes(b) == plain.stored_bytes(a) + 4 * a.columns
-    assert bytes_in_step(ahead) == bytes_in_step(plain)
-    # A lead of all is none.
-    assert matrix_plan(4, codec, leading(1)) == plain

@@ -26,9 +26,8 @@ MIXED = plan_of(A, A, B, C, A, B, B, B)
 @pytest.mark.parametrize(
     ("owners", "counts"), [(1, [2, 1, 1, 1, 3]), (2, [2, 1, 2, 3]), (5, [2, 1, 1, 1, 3])]
 )
-@pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_matrices_of_several_shapes_are_sent_like_one_after_the_other(name, owners, counts):
-    ops, (plan, _) = get_ops("cpu", name), MIXED.cut(owners)
+def test_matrices_of_several_shapes_are_sent_like_one_after_the_other(owners, counts):
+    ops, (plan, _) = get_ops("cpu", "cpu"), MIXED.cut(owners)
     assert [run.count for run in plan.matrices.runs] == counts
     numel = sum(layout.numel for layout in plan.layouts)
     generator = torch.Generator().manual_seed(owners)
@@ -55,7 +54,6 @@ def test_matrices_of_several_shapes_are_sent_like_one_after_the_other(name, owne
     "layouts",
     [
         [MatrixLayout(rows=16, columns=16, group=8)] * 16,
-        [MatrixLayout(rows=8, columns=8)] * 16,
         [MatrixLayout(rows=3, columns=1)] * 16,
         [MatrixLayout(rows=64, columns=64, group=8), MatrixLayout(rows=3, columns=1)],
         [MatrixLayout(rows=64, columns=1000, bits=2), MatrixLayout(rows=32, columns=900, bits=2)],

@@ -1,18 +1,19 @@
 """The count sketch on its own: the decoded sum of sketches is the sum of the vectors."""
 
 import itertools
+from functools import reduce
+from operator import add
 
 import numpy as np
 import pytest
 import torch
 
 from support import oracle
-from support.marks import slow
 from tagc.codecs.sketch.count_sketch import CountSketch
 from tagc.ops.symbols import SYMBOLS
 
-DENSITIES = [0.001, 0.01, 0.05, 0.2]
-SMALL = [1, 2, 3, 5, 31, 32, 33, 127, 129, 1000, 4097]
+DENSITIES = [0.001, 0.05, 0.2]
+SIZES = [1, 3, 32, 129, 1000, 4097]
 
 
 def sparse_integers(name, numel, ranks, density, kind, rng):
@@ -30,63 +31,41 @@ def sparse_integers(name, numel, ranks, density, kind, rng):
     return torch.from_numpy(np.ascontiguousarray(x)), int(union.reshape(groups, -1).any(1).sum())
 
 
-def orders(sketches, rng):
-    """Left to right, right to left, a random tree."""
-    total = sketches[0]
-    for s in sketches[1:]:
-        total = total + s
-    yield total
-    total = sketches[-1]
-    for s in sketches[-2::-1]:
-        total = s + total
-    yield total
-    rest = list(sketches)
-    while len(rest) > 1:
-        a = rest.pop(int(rng.integers(len(rest))))
-        b = rest.pop(int(rng.integers(len(rest))))
-        rest.append(a + b)
-    yield rest[0]
-
-
 def check_exact(name, numel, ranks, density, kind, rng):
     x, keys = sparse_integers(name, numel, ranks, density, kind, rng)
     codec = CountSketch(numel, keys=keys, symbol=name, seed=int(rng.integers(-(2**31), 2**31)))
     total = x.sum(0, dtype=torch.int32)
-    for s in orders([codec.encode(row) for row in x], rng):
-        decoded = codec.decode(s)
-        assert decoded.unresolved == 0, (numel, ranks, density)
-        assert decoded.values.dtype == torch.int32
-        assert torch.equal(decoded.values, total), (numel, ranks, density)
+    decoded = codec.decode(reduce(add, [codec.encode(row) for row in x]))
+    assert decoded.unresolved == 0, (numel, ranks, density)
+    assert decoded.values.dtype == torch.int32
+    assert torch.equal(decoded.values, total), (numel, ranks, density)
 
 
-@pytest.mark.some(8)
-@pytest.mark.parametrize("kind", ["uniform", "rows"])
-@pytest.mark.parametrize("ranks", [r if r in (1, 2, 5, 8) else slow(r) for r in range(1, 9)])
-@pytest.mark.parametrize("name", SYMBOLS)
-def test_sums_are_exact(name, ranks, kind):
-    rng = np.random.default_rng([ranks, list(SYMBOLS).index(name), kind == "rows"])
-    for numel, density in itertools.product(SMALL, DENSITIES):
-        check_exact(name, numel, ranks, density, kind, rng)
+@pytest.mark.parametrize(("name", "ranks"), [*zip(SYMBOLS, (1, 2, 5), strict=True)])
+def test_sums_are_exact(name, ranks):
+    rng = np.random.default_rng(ranks)
+    for numel, density in itertools.product(SIZES, DENSITIES):
+        for kind in ("uniform", "rows"):
+            check_exact(name, numel, ranks, density, kind, rng)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("step", [2.0**-10, 1.0, 0.1])
-@pytest.mark.parametrize("name", SYMBOLS)
+@pytest.mark.parametrize(
+    ("name", "step", "ranks"), [*zip(SYMBOLS, (2.0**-10, 1.0, 0.1), (1, 2, 4), strict=True)]
+)
 def test_float_input_is_rounded_to_steps(name, step, ranks):
     rng = np.random.default_rng(ranks)
     q, keys = sparse_integers(name, 2001, ranks, 0.05, "uniform", rng)
     # float64 input less than half a step away from the integers
     x = (q.double() + torch.from_numpy(rng.uniform(-0.4, 0.4, q.shape)) * (q != 0)) * step
     codec = CountSketch(2001, keys=keys, symbol=name)
-    for s in orders([codec.encode(row, step=step) for row in x], rng):
-        decoded = codec.decode(s)
-        assert decoded.unresolved == 0
-        assert decoded.values.dtype == torch.float32
-        assert torch.equal(decoded.values, q.sum(0).float() * step)
+    decoded = codec.decode(reduce(add, [codec.encode(row, step=step) for row in x]))
+    assert decoded.unresolved == 0
+    assert decoded.values.dtype == torch.float32
+    assert torch.equal(decoded.values, q.sum(0).float() * step)
 
 
-@pytest.mark.parametrize("load", [1, 1.3, 1.7, 2.5, 6])
-@pytest.mark.parametrize("name", SYMBOLS)
+@pytest.mark.parametrize("load", [1, 1.3, 6])
+@pytest.mark.parametrize("name", ["int8x4", "int16x2"])
 def test_too_small_a_table_loses_the_2_core_and_nothing_else(name, load):
     """``load`` times the keys that the table is made for."""
     symbol = SYMBOLS[name]
@@ -118,8 +97,6 @@ def test_too_small_a_table_loses_the_2_core_and_nothing_else(name, load):
     [
         ({"seed": 1}, "different seed: 0 and 1"),
         ({"keys": 60}, "sketches of different layout: "),
-        ({"symbol": "int16x2"}, "sketches of different layout: "),
-        ({"numel": 1001}, "sketches of different layout: "),
     ],
 )
 def test_mismatching_sketches_do_not_add(change, message):
@@ -148,16 +125,11 @@ def test_sketches_of_different_steps_do_not_add():
         ("int8x4", torch.zeros(1, 10, dtype=torch.int32), None, r"got \(1, 10\)"),
         ("int8x4", torch.zeros(10), None, "int8x4 needs a positive quantization step, got None"),
         ("int8x4", torch.zeros(10), 0.0, "positive quantization step"),
-        ("int8x4", torch.zeros(10), -1.0, "positive quantization step"),
         ("int8x4", torch.zeros(10), float("nan"), "positive quantization step"),
-        ("int8x4", torch.zeros(10), float("inf"), "positive quantization step"),
         ("int8x4", torch.zeros(10, dtype=torch.int32), 1.0, "leave out step"),
         ("int8x4", torch.full((10,), 128), None, r"\[-128, 127\] \(in steps\) for int8x4"),
-        ("int8x4", torch.full((10,), -129), None, r"\[-128, 127\]"),
         ("int8x4", torch.full((10,), 127.6), 1.0, r"\[-128, 127\]"),
         ("int8x4", torch.full((10,), float("nan")), 1.0, r"\[-128, 127\]"),
-        ("int8x4", torch.full((10,), float("inf")), 1.0, r"\[-128, 127\]"),
-        ("int16x2", torch.full((10,), 1 << 15), None, r"\[-32768, 32767\]"),
         ("int32x1", torch.full((10,), 1 << 31), None, r"\[-2147483648, 2147483647\]"),
     ],
 )
@@ -170,10 +142,8 @@ def test_what_cannot_be_encoded_is_refused(symbol, x, step, message):
     ("arguments", "message"),
     [
         ({"symbol": "int8"}, "unknown symbol 'int8'; choose from"),
-        ({"symbol": "auto"}, "unknown symbol 'auto'"),
         ({"seed": 1 << 31}, "seed must fit 32 bits, got 2147483648"),
         ({"keys": -1}, "keys must not be negative"),
-        ({"numel": -1}, "numel must not be negative"),
     ],
 )
 def test_arguments_are_checked(arguments, message):

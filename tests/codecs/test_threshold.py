@@ -20,7 +20,6 @@ from tagc.codecs.sketch.threshold import (
     Goals,
     ThresholdStart,
     check_controller,
-    check_counts,
     mean_threshold,
     neutral,
     sampled_threshold,
@@ -33,10 +32,10 @@ from tagc.ops.thresholds import BOOST, MAX_THRESHOLD, MIN_THRESHOLD, STATES, STE
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
-W, COLUMNS = 2, 1 << 16
+W, COLUMNS = 2, 1 << 15
 GROUPS = COLUMNS // SYMBOL.lanes
 SETTLE = 20
-examples = settings(deadline=None, max_examples=100, derandomize=True)
+examples = settings(deadline=None, max_examples=30, derandomize=True)
 
 
 def gaussian(shape, generator):
@@ -144,26 +143,18 @@ def check_settled(run):
     assert above.max() < 8, above.round(2)
 
 
-by_shape = pytest.mark.parametrize(
-    "draw", [gaussian, laplace, heavy_tailed], ids=lambda f: f.__name__
+@pytest.mark.parametrize(
+    ("draw", "density", "feedback"),
+    [(gaussian, 0.05, True), (laplace, 0.01, False), (heavy_tailed, 0.2, True)],
 )
-by_density = pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
-@by_density
-@by_shape
 def test_stationary_gradients(draw, density, feedback):
     run = Run(draw, density, feedback=feedback)
     run.run(SETTLE)
     check_settled(run)
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("wrong", [1 / 30, 30])
-@by_density
-def test_a_wrong_first_threshold(density, wrong):
+@pytest.mark.parametrize(("wrong", "density"), [(1 / 30, 0.01), (30, 0.2)])
+def test_a_wrong_first_threshold(wrong, density):
     right = Run(gaussian, density)
     right.step()
     run = Run(gaussian, density, threshold=right.threshold[0, 0].item() * wrong)
@@ -171,32 +162,27 @@ def test_a_wrong_first_threshold(density, wrong):
     check_settled(run)
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("factor", [1e3, 1e-3])
-@by_density
-def test_a_sudden_change_of_scale(density, factor):
-    """Without feedback, which would go on paying out the large gradients for long."""
+@pytest.mark.parametrize(("factor", "density"), [(1e3, 0.01), (1e-3, 0.2)])
+def test_a_sudden_change_of_scale(factor, density):
+    """Without feedback, which would go on paying out the large gradients for long. All-zero
+    gradients before it leave the threshold alone."""
     run = Run(laplace, density, feedback=False)
-    run.run(10)
-    run.scale *= factor
+    run.run(5)
+    scale, run.scale = run.scale, 0.0
+    run.step()  # steered by the last counts that are not zero
+    threshold = run.threshold.clone()
+    run.run(5)
+    assert oracle.same_bits(run.threshold, threshold)
+    run.scale = scale * factor
     run.run(SETTLE)
     check_settled(run)
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("before", [0, 5])
-@by_density
-def test_all_zero_gradients_leave_the_threshold_alone(density, before):
-    run = Run(laplace, density, feedback=False)
-    run.run(before)
-    scale, run.scale = run.scale, 0.0
-    run.step()  # steered by the last counts that are not zero
-    threshold = run.threshold.clone()
-    if not before:
-        assert threshold.tolist() == [[1.0, 1.0]]
-    run.run(20)
-    assert oracle.same_bits(run.threshold, threshold)
-    run.scale = scale
+def test_all_zero_gradients_from_the_start():
+    run = Run(laplace, 0.01, feedback=False, scale=0.0)
+    run.run(2)
+    assert run.threshold.tolist() == [[1.0, 1.0]]
+    run.scale = 1e-3
     run.run(SETTLE)
     check_settled(run)
 
@@ -242,47 +228,15 @@ def test_the_first_thresholds_are_within_the_bounds_of_all():
     check_controller(steering.named(), max_boost=1.0)
 
 
-def test_counts_are_not_negative():
-    check_counts(torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="negative"):
-        check_counts(torch.tensor([0, -5]))
+def test_agree_is_the_mean_of_those_who_saw_something():
+    rows = torch.tensor([[0.0, 2.0, 2.0**-120, 2.0**127], [0.0, 0.0, 0.0, 2.0**127], [0, 3, 0, 0]])
+    assert mean_threshold(rows).tolist() == [1.0, 2.5, MIN_THRESHOLD, MAX_THRESHOLD]
 
 
-def test_a_loaded_state_goes_on_alike():
-    history = torch.randint(0, 5000, (6, 2, 3, 4), dtype=torch.int32)
-    one, other = (Steering([900.0] * 2, 3, scale=(0.25,) * 2) for _ in range(2))
-    for counts in history[:3]:
-        one.update(counts)
-    check_controller(one.named(), max_boost=1.0)
-    for name, tensor in other.named().items():
-        tensor.copy_(one.named()[name])
-    for counts in history[3:]:
-        for steering in (one, other):
-            steering.update(counts)
-        assert torch.equal(one.threshold, other.threshold)
-        assert torch.equal(one.step, other.step)
-
-
-sample = st.one_of(st.just(0.0), st.floats(0, 2.0**127, width=32))
-
-
-@given(st.lists(st.lists(sample, min_size=3, max_size=3), min_size=1, max_size=9))
-@examples
-def test_agree_is_the_mean_of_those_who_saw_something(rows):
-    """In float32 and in rank order, so that it has one value only."""
-    agreed = mean_threshold(torch.tensor(rows))
-    for column, got in zip(zip(*rows, strict=True), agreed, strict=True):
-        total, seen = np.float32(0), [v for v in column if v > 0]
-        with np.errstate(over="ignore"):
-            for v in column:
-                total = np.float32(total + np.float32(v))
-            mean = total / np.float32(len(seen)) if seen else np.float32(1)
-        assert got.item() == min(max(float(mean), MIN_THRESHOLD), MAX_THRESHOLD)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-@by_density
+@pytest.mark.parametrize(
+    ("density", "lanes", "dtype"),
+    [(0.01, 1, torch.float32), (0.05, 4, torch.bfloat16), (0.2, 2, torch.float16)],
+)
 def test_sampled_threshold_is_about_the_quantile(density, lanes, dtype):
     grad = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0)).to(dtype)
     got = sampled_threshold(grad, lanes, density)

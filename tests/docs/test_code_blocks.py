@@ -95,4 +95,4 @@ def check_printed(page: str, printed: str) -> None:
         for line in filter(None, block.text.splitlines()):
             parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
             pattern = re.compile(".*".join(parts))
-            assert any(pattern.search(said) for said in lines), f"{block.where}: {line}"
+            assert any(pattern.search(text) for text in lines), f"{block.where}: {line}"

@@ -92,15 +92,17 @@ def test_commands_in_the_text() -> None:
     subparsers: Any = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     # Messages begin with the same words; one page has little else.
     for page in (page for page in pages() if page.name != "troubleshooting.md"):
-        for said in re.findall(r"`((?:tagc|make|python -m benchmarks) [^`]+)`", page.read_text()):
-            if "…" in said:  # a message
+        for command in re.findall(
+            r"`((?:tagc|make|python -m benchmarks) [^`]+)`", page.read_text()
+        ):
+            if "…" in command:  # a message
                 continue
-            program, *words = said.split()
+            program, *words = command.split()
             if program == "make":
                 _make([word for word in words if "..." not in word])
             elif program == "python":
-                assert words[2] in SUITES or words[2] == "--help", said
+                assert words[2] in SUITES or words[2] == "--help", command
             else:
                 options = subparsers[words[0]]._option_string_actions
                 asked = {word for word in words if word.startswith("--")}
-                assert asked <= options.keys(), said
+                assert asked <= options.keys(), command

@@ -36,7 +36,7 @@ def navigation() -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can lead to on a page: its headings, as GitHub and the site spell them."""
+    """What links can lead to on a page: its headings, as GitHub and the site write them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -93,7 +93,7 @@ def test_a_link_to_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_messages_are_quoted_as_they_are() -> None:
     """Those in the first columns of the tables."""
-    said = literals()
+    texts = literals()
     quoting = [DOCS / name for name in ("troubleshooting.md", "hosts.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in quoting)
     rows = re.findall(r"^\| (.*?) \| ", text, re.MULTILINE)
@@ -102,7 +102,7 @@ def test_messages_are_quoted_as_they_are() -> None:
     for quote in quotes:
         for part in filter(None, (part.strip(" ,;:") for part in quote.split("…"))):
             part = part.removeprefix("tagc: ")
-            assert any(part in one for one in said), f"nothing says {part!r}"
+            assert any(part in one for one in texts), f"nothing says {part!r}"
 
 
 def literals() -> list[str]:

@@ -47,17 +47,11 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `schema` | `1` | required |",
         "| `gradients` | list of: [A rule for gradients or replicas]"
         "(#a-rule-for-gradients-or-replicas) | this or `extends` |",
         "| `extends` | text | none |",
         "| `lead` | number, at least 0.05, at most 1, `measured` | `1.0` |",
-        "| `beta` | number, above 0, below 1 | `0.8` |",
-        "| `density` | number, above 0, at most 1 | required |",
         "| `reset_steps` | whole number, at least 1 | `1024` |",
-        "| `keep_for_backward` | `true`, `false` | `false` |",
-        "| `group` | `1`, `8` | `1` |",
-        "| `parameters` | list of: [A rule for parameters](#a-rule-for-parameters) | none |",
     ],
 )
 def test_rows(row: str) -> None:

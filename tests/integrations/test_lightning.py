@@ -69,9 +69,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
     }
     parents = (
         "lightning",
-        "lightning__fabric",
-        "lightning__pytorch",
-        "lightning__pytorch__trainer",
+        *(f"lightning__{of}" for of in ("fabric", "pytorch", "pytorch__trainer")),
     )
     made = imported(monkeypatch, name, **dict.fromkeys(parents, module()), **sharded)
     place = importlib.import_module(HERE + "sharded")
@@ -79,12 +77,8 @@ def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
     return made
 
 
-def strategy(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
-    return strategies(monkeypatch, name, calls).TagcStrategy
-
-
 def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
-    made = strategy(monkeypatch, "fabric", calls)
+    made = strategies(monkeypatch, "fabric", calls).TagcStrategy
     model = nn.Module()
     its = made(lambda model, mesh: model, policy="hybrid", tagc_options={"hosts": None})
     assert its.setup_module(model) is model
@@ -101,7 +95,7 @@ def test_fabrics_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_pat
 
 
 def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
-    made = strategy(monkeypatch, "lightning", calls)
+    made = strategies(monkeypatch, "lightning", calls).TagcStrategy
     its = made(policy="hybrid", save_distributed_checkpoint=False)
     its.setup(SimpleNamespace(state=SimpleNamespace(fn="validate")))
     assert calls == []
@@ -148,32 +142,3 @@ def test_lightnings_strategies_for_ddp(
     assert handles[1].asked == [("load_state_dict", None)]
     its.save_checkpoint({"optimizer_states": []}, tmp_path / "last.ckpt")
     assert calls[2:] == [("save", tmp_path / "last.ckpt.tagc" / "model")]
-
-
-@pytest.mark.parametrize("name", ["fabric", "lightning"])
-@pytest.mark.parametrize("distributed", [True, False])
-def test_checkpoints_of_the_other_kind_are_loaded_and_removed(
-    monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path, name: str, distributed: bool
-) -> None:
-    made = strategy(monkeypatch, name, calls)
-    calls.append("wrapped")
-    path, model = tmp_path / "last.ckpt", nn.Module()
-    path.mkdir() if distributed else path.touch()
-
-    def new(distributed: bool) -> Any:
-        its = made(lambda model, mesh: model, save_distributed_checkpoint=distributed)
-        its.model = model
-        return its
-
-    parts = {"model": model}
-    checkpoint = ({"optimizer_states": []}, path) if name == "lightning" else (path, parts)
-    new(distributed).save_checkpoint(*checkpoint)
-    other = new(not distributed)
-    other.load_checkpoint(*([path] if name == "lightning" else [path, parts]))
-    folder = residual_folder(path, distributed=distributed) / "model"
-    assert calls[1:] == [("save", folder), ("load", folder)]
-    if name == "lightning":
-        folder.mkdir(parents=True)
-        other.remove_checkpoint(path)
-        assert not path.exists()
-        assert not folder.parent.exists()

@@ -1,4 +1,4 @@
-"""What holds for all inputs: nothing is lost, chance is right on average, hashes are even.
+"""What holds for all inputs: nothing is lost, and chance is right on average.
 
 Properties are those of the reference; the CPU's operators have its bits for the same inputs.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,12 +20,11 @@ from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.reference.sketch import fmix32
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
-examples = settings(deadline=None, max_examples=40, derandomize=True)
+examples = settings(deadline=None, max_examples=25, derandomize=True)
 number = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
     st.floats(-4, 4, width=32),
@@ -118,14 +116,6 @@ def test_what_sketches_send_plus_what_stays_is_what_was_there(pairs, form, octav
     assert not sent[~kept].any()
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), unique=True, min_size=2, max_size=200))
-@examples
-def test_the_mix_is_a_bijection(words):
-    mixed = fmix32(torch.tensor(words))
-    assert 0 <= int(mixed.min()) <= int(mixed.max()) < 2**32
-    assert mixed.unique().numel() == len(words)
-
-
 # Stochastic rounding
 
 
@@ -149,34 +139,10 @@ def test_the_mean_is_right():
     assert (mean - x[0]).abs().max() <= 6 / (2 * math.sqrt(N)) + 2**-16
 
 
-def test_the_largest_of_a_block_is_not_clipped():
-    """A scale rounded to nearest would be too small for half of these, by up to 2^-9: their codes
-    would be 7, whatever the dither, and the mean of 4000 too small."""
-    N = 4000
-    x = torch.zeros(16, 32)
-    x[:, 3] = torch.linspace(7, 8, 16)
-    mean = mean_sent(x.reshape(1, -1), BlockLayout(numel=32 * 16, bits=4, block=32), N)
-    # A step is missed with a chance of at most 7 * 2^-7, so deviations are below 0.23 steps of 8/7.
-    off = (mean.view(16, 32)[:, 3] - x[:, 3]).abs().max()
-    assert off <= 6 * 0.23 * 8 / 7 / math.sqrt(N)
-
-
 def test_what_codes_can_say_is_not_touched():
     x = torch.arange(-63.0, 65.0, 2.0)[None]
     x[0, 0], x[0, 5] = 127.0, 0.0
     assert torch.equal(mean_sent(x, BlockLayout(numel=64, bits=8, block=64), 32), x[0])
-
-
-def test_rows_and_seeds_have_nothing_in_common():
-    """And a dither written out: fmix32(0) is 0, fmix32(1) is 0x514E28B7."""
-    seeds = np.array([oracle.dither_of(seed, 4096) for seed in (0, 1, 2, 1000, -1)])
-    assert seeds[0, 0] == seeds[0, 1] == 2**-17 - 0.5
-    assert seeds[0, 2] == 0x28B7 / 2**16 + 2**-17 - 0.5
-    assert seeds[0, 3] == 0x514E / 2**16 + 2**-17 - 0.5
-    assert np.abs(seeds).max() < 0.5
-    correlation = np.corrcoef(seeds)
-    np.fill_diagonal(correlation, 0)
-    assert np.abs(correlation).max() < 6 / math.sqrt(4096)
 
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])

@@ -1,12 +1,11 @@
 """Many random sketches at the capacity that the layout is planned for: none may fail.
 
-Observed failure rate: 0 of these 12,000; 0 of 300,000 in a longer run (``campaign(3000, seed)``
-for the seeds 100 to 199), so below 1e-5 with 95% confidence.
+Observed failure rate: 0 of these 12,000 (the slow test; the fast one has the first 200); 0 of
+300,000 in a longer run (``campaign(3000, seed)`` for the seeds 100 to 199), so below 1e-5 with 95%
+confidence.
 
 A layout of ``keys`` keys is filled with exactly that many, which is the most that it promises.
 """
-
-import math
 
 import numpy as np
 import pytest
@@ -68,44 +67,8 @@ def campaign(cases, seed):
     return sum(unresolved_after(rng) > 0 for _ in range(cases))
 
 
-# Four parts, so that a failure names a smaller haystack.
-@pytest.mark.parametrize("part", [0, *map(slow, range(1, 12))])
-def test_random_cases(part):
-    cases = CASES // 12
-    failed = campaign(cases, part)
+@pytest.mark.parametrize("cases", [CASES // 60, slow(CASES)])
+def test_random_cases(cases):
+    failed = campaign(cases, 0)
     print(f"{failed} of {cases} random sketches left keys unresolved ({failed / cases:.1e})")
     assert failed == 0
-
-
-def test_a_campaign_can_fail():
-    """The same machinery sees failures once tables get fewer keys than they are filled with."""
-    rng = np.random.default_rng(0)
-    layout = plan_layout(1 << 16, SYMBOLS["int32x1"], 500)
-    failed = 0
-    for _ in range(20):
-        present = torch.zeros(1 << 16, dtype=torch.bool)
-        present[torch.from_numpy(oracle.support("uniform", 1 << 16, 1000, rng))] = True
-        index, cells = to_bitmap(present), torch.empty(layout.cells, dtype=torch.int32)
-        seed = torch.from_numpy(rng.integers(-(2**31), 2**31, 1, dtype=np.int32))
-        OPS.insert(torch.ones(1 << 16, dtype=torch.int32), index, seed, cells, layout=layout)
-        failed += bool(OPS.peel(cells, index, seed, layout=layout)[1].any())
-    assert failed == 20
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("keys", [1, 2, 3, 10, 33, 100])
-def test_few_keys_have_enough_hashes(keys):
-    """Small tables fail by keys that share all their cells, which needs many seeds to see."""
-    layout = plan_layout(1 << 12, SYMBOLS["int32x1"], keys)
-    rng = np.random.default_rng(keys)
-    symbols = torch.arange(1, (1 << 12) + 1, dtype=torch.int32)
-    present = torch.zeros(1 << 12, dtype=torch.bool)
-    present[torch.from_numpy(oracle.support("uniform", 1 << 12, keys, rng))] = True
-    index, cells = to_bitmap(present), torch.empty(layout.cells, dtype=torch.int32)
-    for seed in torch.arange(2000, dtype=torch.int32)[:, None]:
-        OPS.insert(symbols, index, seed, cells, layout=layout)
-        values, stuck = OPS.peel(cells, index, seed, layout=layout)
-        assert not stuck.any(), int(seed)
-        assert torch.equal(values, symbols * present)
-    # Two keys in the same cells of all partitions: rarer than 1e-5 per table by the layout.
-    assert math.comb(keys, 2) / layout.partition**layout.hashes < 1e-5

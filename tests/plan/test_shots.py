@@ -41,9 +41,8 @@ def planned(copies: int, codec: dict[str, Any], *, dim: int = 0, **more: Any) ->
         for name, shape in SHAPES.items()
     )
     options = {"world_size": copies, "dtype": torch.float32} | more
-    feedback = options.pop("feedback", {"kind": "none"} if codec["kind"] == "dense" else {})
     info = UnitInfo(name="layers.0", params=params, **options)
-    rule = {"when": {"name": ["attn.*", "mlp.*"]}, "codec": codec, "feedback": feedback}
+    rule = {"when": {"name": ["attn.*", "mlp.*"]}, "codec": codec}
     dense = {"when": {}, "codec": {"kind": "dense"}}
     policy = Policy.load({"schema": 1, "gradients": [dense], "replicas": [rule]})
     with warnings.catch_warnings():
@@ -55,7 +54,7 @@ def sent(unit: UnitPlan) -> float:
     return sum(bytes_in_step(unit))
 
 
-@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX, {"kind": "dense", "wire": "bfloat16"}])
+@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
 def test_bytes_do_not_grow_with_copies(codec: dict[str, Any]) -> None:
     """A rank sends its message twice, but for its own part, whatever the number of copies: as in a
     ring. More are scales of columns, in 4 bits, which each slice of a matrix has of its own."""
@@ -76,14 +75,6 @@ def test_bytes_do_not_grow_with_copies(codec: dict[str, Any]) -> None:
         of_traffic = traffic(unit)
         assert of_traffic.collectives == 2
         assert of_traffic.ring == of_traffic.all_to_all == sent(unit) / 2
-
-
-@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
-def test_two_copies_send_each_other_everything(codec: dict[str, Any]) -> None:
-    """As it is no more than in two shots."""
-    (unit,) = planned(2, codec).replicas
-    assert unit.shots is None
-    assert sent(in_two_shots(unit)) >= sent(unit)
 
 
 def test_what_a_plan_says() -> None:
@@ -120,9 +111,8 @@ def test_what_goes_in_one_shot(codec: dict[str, Any], more: dict[str, Any], why:
         in_two_shots(unit)
 
 
-@pytest.mark.parametrize("codec", [QUANTIZED, MATRIX])
-@pytest.mark.parametrize("copies", [3, 64])
-def test_slices_are_every_element_once(codec: dict[str, Any], copies: int) -> None:
+@pytest.mark.parametrize(("copies", "codec"), [(3, QUANTIZED), (3, MATRIX), (64, MATRIX)])
+def test_slices_are_every_element_once(copies: int, codec: dict[str, Any]) -> None:
     unit = in_two_shots(planned(copies, codec).replicas[0])
     assert unit.shots is not None
     seen = torch.zeros(unit.columns, dtype=torch.int64)

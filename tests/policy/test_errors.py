@@ -1,6 +1,4 @@
-"""What a user is told when a policy is wrong."""
-
-from pathlib import Path
+"""Errors when a policy is wrong."""
 
 import pytest
 
@@ -21,54 +19,31 @@ GATHERED = "{kind: dense}\nparameters: [{when: {}, codec: {kind: %s}}]"
 INVALID = [
     # old text, new text, start of the only error line, its end or a part of it
     ("density", "densty", f"7:7: {AT}codec.densty: unknown key;", "did you mean 'density'?"),
-    ("about:", "abuot:", "2:1: abuot: unknown key;", "did you mean 'about'?"),
     ("attention", "[mlp, HEAD]", f"4:24: {AT}when.role[1]: unknown value 'HEAD'", "mean 'head'?"),
-    ("sketch", "skech", f"6:7: {AT}codec.kind: unknown value 'skech'", "did you mean 'sketch'?"),
-    ("bfloat16", "bf16", f"9:32: {AT}feedback.dtype: unknown value 'bf16'", "mean 'bfloat16'?"),
     ("kind: dense", "kind: 7", "11:13: gradients[1].codec.kind: unknown value 7;", "matrix, dense"),
     ("0.2", "1.5", f"7:7: {AT}codec.density: must be less than or equal to 1", "not 1.5"),
-    ("0.2", "true", f"7:7: {AT}codec.density: must be a valid number", "not True"),
-    ("0.2", ".nan", f"7:7: {AT}codec.density: must be a finite number", "not nan"),
     ("0.2", "!!float x", f"7:7: {AT}codec.density: 'x' is not a valid float", ""),
     ("kind: sketch\n      ", "", f"5:5: {AT}codec.kind: the key is missing", ""),
     ("symbol: int8x4", "density: 1", f"8:7: {AT}codec.density: duplicate key", "first on line 7"),
-    ("when: {role: attention}\n    ", "", "4:5: gradients[0].when: the key is missing", ""),
-    ("schema: 1", "schema: true", "1:1: schema: must be 1", "not True"),
     ("schema: 1\n", "", "1:1: schema: the key is missing", ""),
     ("about: a", "3: a", "2:1: a key is not a string", ""),
     ("a test", "&a x\n<<: {about: y}", "3:1: '<<': unknown key", ""),
     ("a test", "!!python/name:os.system x", "2:1: about: the YAML tag", "is not supported"),
     ("a test", '"\\ud800"', "2:1: about: '\\ud800' is not a valid str", ""),
-    ("a test", '"\\UFFFFFFFF"', "2:11: invalid YAML", ""),
     ("a test", "\x07", "2:8: invalid YAML: the character U+0007", ""),
-    ("a test", "[1, 2", "3:10: invalid YAML", "flow sequence"),
-    ("a test", "5", "2:1: about: must be a valid string", "not 5"),
-    ("role: attention", "role: []", f"4:12: {AT}when.role: must be a string or", "not []"),
-    ("role: attention", "name: ''", f"4:12: {AT}when.name: must have at least 1", ""),
     ("role: attention", "name: *.wq", "4:19: invalid YAML", "quote a glob that starts with '*'"),
     ("role: attention", "name: *wq", f"4:12: {AT}when.name: YAML aliases", "quote a glob"),
     ("role: attention", "min_numel: 2.0", f"4:12: {AT}when.min_numel: must be a valid int", ""),
-    ("role: attention", "max_numel: -1", f"4:12: {AT}when.max_numel: must be greater", "not -1"),
     ("role: attention", "min_numel: 2, max_numel: 1", f"4:5: {AT}when: min_numel 2 is above", ""),
-    ("{kind: dense}", "dense", "11:5: gradients[1].codec: must be a mapping", "not 'dense'"),
-    ("residual", "none", f"9:5: {AT}feedback: dtype 'bfloat16' has no effect", ""),
     ("{kind: dense}", "{kind: dense}\n    feedback: {}", "12:5: gradients[1].feedback: kind", ""),
     # Every codec has its own values, and their neighbours.
-    (DENSE, "{kind: quantised}", "11:13: gradients[1].codec.kind: unknown", "mean 'quantized'?"),
     (
         DENSE,
         "{kind: quantized, bits: 3}",
         "11:30: gradients[1].codec.bits: unknown value 3; did you mean 4? available: 4, 8",
         "",
     ),
-    (
-        DENSE,
-        "{kind: quantized, block: 48}",
-        "11:30: gradients[1].codec.block: unknown value 48; did you mean 64 or 32?",
-        "",
-    ),
     (DENSE, "{kind: quantized, block: '128'}", "11:30: ", "did you mean 128, without quotes?"),
-    (DENSE, "{kind: quantized, block: big}", "11:30: ", "unknown value 'big'; available: 32, 64,"),
     (
         "density: 0.2",
         "density: 1\n      warmup_steps: 2147483648",
@@ -83,27 +58,19 @@ INVALID = [
         "",
     ),
     (DENSE, GATHERED % "quantized, keep_for_backward: 1", "12:50: ", "true or false, not 1"),
-    (
-        DENSE,
-        GATHERED % "auto, min_bits: 9",
-        "12:45: parameters[0].codec.min_bits: unknown value 9; "
-        "did you mean 8 or 16? available: 4, 8, 16, 32",
-        "",
-    ),
     # Feedback must go with the codec.
     ("residual", "average", f"9:5: {AT}feedback: kind 'average' would forget most", ""),
     ("residual", "residual, beta: 0.5", f"9:5: {AT}feedback: ", "only for the kind 'average'"),
-    (DENSE, "{kind: quantized}\n    feedback: {beta: 1.0}", "12:16: ", "less than 1"),
     (DENSE, "{kind: dense}\n    feedback: {kind: residual}", "12:5: ", "has no effect"),
     *(
         ("role: attention", f"layers: {layers}", f"4:12: {AT}when.layers: must be a range", "")
-        for layers in ("3-1", "1 2-30", "[1]", "[0, true]", "-1", "1.5", "[0, 10000000000]")
+        for layers in ("3-1", "[1]", "[0, true]", "1.5", "[0, 10000000000]")
     ),
 ]
 
 
 @pytest.mark.parametrize(("old", "new", "start", "part"), INVALID)
-def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_path):
+def test_error_names_place_key_and_nearest_value(old, new, start, part, tmp_path):
     assert old in BASE
     [line] = errors(BASE.replace(old, new, 1), tmp_path)
     assert line.startswith(f"p.yaml:{start}")
@@ -116,11 +83,10 @@ def test_error_names_place_key_and_nearest_spelling(old, new, start, part, tmp_p
         ("5", "p.yaml:1:1: must be a mapping, not int"),
         (b"schema: 1\nabout: \xff", "p.yaml:2:8: not UTF-8 text"),
         ("a: b\n---\nc: d", "p.yaml:2:1: invalid YAML: expected a single document"),
-        ("[" * 5000, "p.yaml:1:"),
+        pytest.param("[" * 1200, "p.yaml:1:", id="deep"),
         ("# only a comment\n", "p.yaml: the file is empty"),
         ("schema: 1\ngradients: []", "p.yaml:2:1: gradients: must be a non-empty list of rules"),
         ("schema: 1\ngradients: &x [*x]", "p.yaml:2:16: gradients[0]: YAML aliases"),
-        ("schema: 1\ngradients: [5]", "p.yaml:2:13: gradients[0]: must be a mapping, not 5"),
     ],
 )
 def test_error_in_the_whole_file(text, expected, tmp_path):
@@ -157,15 +123,10 @@ def test_all_errors_are_listed_by_line(tmp_path):
         ),
         ("zzz", "no built-in policy 'zzz'; available: attn-only, auto"),
         ("missing/p", "missing/p: cannot be read: No such file"),
-        (Path("missing"), "missing: cannot be read: No such file"),
         (5, "not int"),
         (
             {"schema": 1, "gradients": [OWNED | {"feedback": {"kind": "none"}}]},
             "<dict>: gradients[0].feedback: support 'shared' is chosen from residuals",
-        ),
-        (
-            {"schema": 1, "gradients": [OWNED], "replicas": [OWNED]},
-            "<dict>: replicas[0]: codec.support 'shared' is chosen by a shard's owner",
         ),
         (
             {"schema": 1, "gradients": [MEASURED], "replicas": [MEASURED]},
@@ -173,7 +134,6 @@ def test_all_errors_are_listed_by_line(tmp_path):
         ),
         ({}, "<dict>: schema: the key is missing\n<dict>: gradients: the key is missing"),
         ({1: 2}, "<dict>: [1]: a key must be a string, not 1"),
-        ({"\ud800": 1, "schema": 1}, "<dict>: must be a valid string"),
         (
             {"schema": 1, "extends": "dense", "roles": {"mpl": "x"}},
             "<dict>: roles.mpl: unknown key; did you mean 'mlp'? available: attention, mlp,",

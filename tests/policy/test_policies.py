@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.policy_files import BASE, BIG, NO_DENSE, load_text, one_rule
-from tagc.codecs.dense import DenseConfig
-from tagc.codecs.feedback import FeedbackConfig
+from support.policy_files import BASE, BIG, load_text, one_rule
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import (
     ROLES,
@@ -24,7 +22,6 @@ from tagc.policy import (
     PolicyError,
     Tuning,
     first_match,
-    nearest_miss,
     policies,
     show,
 )
@@ -41,21 +38,16 @@ EXACT = {"exact", "hosts", "mz-hybrid", "attn-only"}
 
 
 @pytest.mark.parametrize("name", policies())
-def test_shipped_policies(name: str, tmp_path: Path) -> None:
-    """What they compress; they are shown as they are."""
-    assert list(policies()) == sorted(policies())
+def test_shipped_policies(name: str) -> None:
+    """What they compress."""
     assert policies()[name].endswith(".")
     policy = Policy.load(name)
     compressed, gathered, exact = set(), set(), set()
     for role in ROLES:
         info = ParamInfo(name="w", shape=BIG, role=role, layer=0, dtype="float32")
         index = first_match(policy.gradients, info)
-        if index is not None:
-            codec = policy.gradients[index].codec
-            if codec.kind != "dense":
-                compressed.add(role)
-            elif name == "attn-only":
-                assert codec.model_dump()["wire"] == "bfloat16"
+        if index is not None and policy.gradients[index].codec.kind != "dense":
+            compressed.add(role)
         if first_match(policy.parameters, info) is not None:
             gathered.add(role)
         index = first_match(policy.parameters, replace(info, dtype="bfloat16"))
@@ -65,7 +57,6 @@ def test_shipped_policies(name: str, tmp_path: Path) -> None:
     in_fp32 = {"attn-only": {"attention"}} | dict.fromkeys((*GATHERS, "exact"), MATRICES)
     assert gathered == in_fp32.get(name, set())
     assert exact == (MATRICES if name in EXACT else set())
-    assert Policy.load(write(tmp_path, shown=show(name))) == policy
     assert "# When to use" in show(name)
 
 
@@ -102,25 +93,10 @@ def test_the_environment_names_the_policy(tmp_path: Path, monkeypatch: pytest.Mo
         Policy.load(None)
 
 
-def test_the_content_of_a_file(tmp_path: Path) -> None:
-    first, second = load_text(BASE, tmp_path).gradients
-    assert first.when.role == ("attention",)
-    assert first.codec.model_dump() == {
-        "kind": "sketch",
-        "density": 0.2,
-        "symbol": "int8x4",
-        "support": "own",
-        "warmup_steps": 0,
-    }
-    assert first.feedback == FeedbackConfig(kind="residual", dtype="bfloat16")
-    assert second.codec == DenseConfig()
-
-
 @pytest.mark.parametrize(
     ("codec", "kind"),
     [
         ({"kind": "dense"}, "none"),
-        ({"kind": "dense", "wire": "bfloat16"}, "none"),
         ({"kind": "sketch", "density": 0.1}, "residual"),
         ({"kind": "quantized"}, "average"),
         ({"kind": "auto"}, "average"),
@@ -145,7 +121,6 @@ OR = (
             {"norm_factor": 1},
             "keep the learning rate and clipping threshold of your uncompressed run",
         ),
-        ({"rate_factor": 1.5}, f"use 1.5 times the learning rate{OR}"),
         (
             {"rate_factor": 2, "norm_factor": 7},
             f"use 2 times the learning rate, and 7 times the clipping threshold{OR}",
@@ -173,18 +148,15 @@ def with_sites(**sites: Any) -> Policy:
 SAME = [
     (with_roles({"mlp": ["b", "a"]}), with_roles({"mlp": ["a", "b", "b"]})),
     (one_rule({"layers": "0 - 4"}), one_rule({"layers": [0, 4]})),
-    (one_rule({"role": ["mlp", "head"]}), one_rule({"role": ["head", "mlp"]})),
-    (one_rule({"name": ["a", "b"]}), one_rule({"name": ("b", "a")})),
+    # Python's order of a set of strings differs from process to process.
+    (one_rule({"role": ROLES}), one_rule({"role": ROLES[::-1]})),
     (one_rule({}), one_rule({"role": None}, feedback={"dtype": "float32"})),
     (with_sites(), with_sites(every=32, outer={"rate": 0.7})),
 ]
 DIFFERENT = [
-    (with_roles({"mlp": "a"}), Policy.load("attn-only")),
     (with_roles({"mlp": "a", "head": "b"}), with_roles({"head": "b", "mlp": "a"})),
     (one_rule({}), one_rule({"layers": 3})),
-    (one_rule({}), one_rule({"min_numel": 0})),
     (one_rule({}), one_rule({}, feedback={"dtype": "bfloat16"})),
-    (with_sites(), with_sites(together=9)),
     (with_sites(), with_sites(outer={"momentum": 0.5})),
     (Policy.load("dense"), Policy.load("dense").with_inside("int8")),
     (Policy.load("hybrid"), Policy.load("hybrid-3d")),
@@ -209,8 +181,6 @@ def test_what_is_hashed(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", policy.hash)
     assert policy.hash == load_text(BASE.replace("a test", "another"), tmp_path).hash
     assert policy.hash != policy.model_copy(update={"gradients": policy.gradients[::-1]}).hash
-    # Python's order of a set of strings differs from process to process.
-    assert one_rule({"role": ROLES[::-1]}).gradients[0].when.role == tuple(sorted(ROLES))
 
 
 # Policies that extend others
@@ -277,26 +247,9 @@ def test_a_section_is_merged_key_by_key(
     last = write(tmp_path, last="schema: 1\nextends: mine.yaml\n")
     for policy in (Policy.load(path), Policy.load(last)):
         assert policy.model_dump(mode="json", by_alias=True) == expected
-    assert Policy.load(write(tmp_path, shown=show(path))) == Policy.load(path)
-
-
-def test_own_roles_come_first(tmp_path: Path) -> None:
-    first = "schema: 1\nextends: ./second.yaml\nroles: {mlp: a.*, head: b.*}\n"
-    second = "schema: 1\nextends: dense\nroles: {head: c.*, norm: [a.*, d.*]}\n"
-    policy = Policy.load(write(tmp_path, first=first, second=second))
-    expected = [("mlp", ("a.*",)), ("head", ("b.*",)), ("norm", ("a.*", "d.*"))]
-    assert list(policy.roles.items()) == expected
-
-
-def test_paths_begin_at_the_folder_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "teams" / "one").mkdir(parents=True)
-    write(tmp_path / "teams" / "one", base=OWN)
-    mine = write(tmp_path / "teams", mine="schema: 1\nextends: one/base.yaml\n")
-    for folder in (tmp_path, mine.parent):
-        monkeypatch.chdir(folder)
-        assert Policy.load(mine) == Policy.load(tmp_path / "teams" / "one" / "base.yaml")
+    text = show(path)
+    assert Policy.load(write(tmp_path, shown=text)) == Policy.load(path)
+    assert "\nextends:" not in text
 
 
 MINE = "schema: 1\nextends: %s\n"
@@ -320,6 +273,8 @@ MINE = "schema: 1\nextends: %s\n"
             "b.yaml:2:1: extends: policies extend each other: mine.yaml → b.yaml → mine.yaml",
         ),
         ("../b.yaml", "", "mine.yaml:2:1: extends: '../b.yaml' is not in the folder of this file"),
+        ("a/../../b.yaml", "", "mine.yaml:2:1: extends: 'a/../../b.yaml' is not in the folder of"),
+        ("/etc/passwd", "", "mine.yaml:2:1: extends: '/etc/passwd' is not in the folder of"),
     ],
 )
 def test_the_other_policy_is_wrong(extends: str, other: str, message: str, tmp_path: Path) -> None:
@@ -341,20 +296,6 @@ def test_only_own_rules_have_to_match(tmp_path: Path) -> None:
         assert sum("matches no parameter" in w for w in plan.warnings) == count
 
 
-def test_what_extends_is_shown_as_one(tmp_path: Path) -> None:
-    mine = OWN.replace(
-        "when: {role", 'when: {name: ["*.a", "1e-3", "ä", "true"], layers: 2-5, role'
-    )
-    mine += "roles: {head: x.*}\nabout: 'null'\n"
-    mine += "replicas:\n  - {when: {}, codec: {kind: sketch, density: 1e-7}}\n"
-    path = write(tmp_path, mine=mine)
-    text = show(path)
-    assert Policy.load(write(tmp_path, shown=text)) == Policy.load(path)
-    assert Policy.load(write(tmp_path, shown=text)).about == "null"
-    assert "\nextends:" not in text
-    assert text.index(f"# {path}\n  - when:") < text.index("# tagc/policies/hybrid.yaml\n  - when:")
-
-
 # Which rule a parameter gets
 
 
@@ -362,14 +303,11 @@ def test_what_extends_is_shown_as_one(tmp_path: Path) -> None:
     ("when", "name", "expected"),
     [
         ({}, "layers.0.mlp.w1.weight", True),
-        ({"role": ["head", "mlp"]}, "layers.0.mlp.w1.weight", True),
         ({"role": ["head", "mlp"]}, "layers.0.attention.wq.weight", False),
-        ({"name": "*.mlp.*"}, "layers.0.mlp.w1.weight", True),
         ({"name": "*.MLP.*"}, "layers.0.mlp.w1.weight", False),
         ({"name": ["head.*", "layers.[01].*"]}, "layers.0.mlp.w1.weight", True),
         ({"name": "layers.0.mlp.*"}, "module.layers.0._orig_mod.mlp.w1.weight", True),
         ({"role": "mlp", "name": "*.w2.*"}, "layers.0.mlp.w1.weight", False),
-        ({"layers": "1-2"}, "layers.0.mlp.w1.weight", False),
         ({"layers": "1-2"}, "layers.1.mlp.w1.weight", True),
         ({"layers": "1-2"}, "layers.3.mlp.w1.weight", False),
         ({"layers": 3}, "layers.3.mlp.w1.weight", True),
@@ -390,7 +328,6 @@ def test_conditions(when: dict, name: str, expected: bool):
     ("when", "shape", "expected"),
     [
         ({}, (SMALL,), False),
-        ({}, (1, SMALL), True),
         ({}, (1, SMALL - 1), False),
         ({"min_numel": 8}, (1, 8), True),
         ({"min_numel": 8}, (SMALL,), False),
@@ -403,55 +340,22 @@ def test_small_and_flat_parameters_are_dense_unless_named(when, shape, expected)
     assert index == (0 if expected else None)
 
 
-@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj_bias", "mlp.w1.bias", "bias"])
-def test_a_bias_is_no_matrix_even_if_experts_are_stacked(name: str):
-    info = ParamInfo.of(f"layers.0.{name}", BIG)
-    assert first_match(one_rule({}).gradients, info) is None
+def test_a_bias_is_no_matrix_even_if_experts_are_stacked():
+    info = ParamInfo.of("layers.0.mlp.experts.gate_up_proj_bias", BIG)
     assert first_match(one_rule({"role": ["mlp", "other"], "min_numel": 1}).gradients, info) is None
     assert first_match(one_rule({"name": "*bias"}).gradients, info) == 0
-    for other in ("mlp.w1.weight", "relative_attention_bias.weight", "mlp.unbias"):
-        assert first_match(one_rule({}).gradients, ParamInfo.of(other, BIG)) == 0
+    other = ParamInfo.of("relative_attention_bias.weight", BIG)
+    assert first_match(one_rule({}).gradients, other) == 0
 
 
 def test_state_space_parameters_are_compressed_only_where_named():
     info = ParamInfo.of("layers.0.mixer.A_log", BIG)
     assert info.role == "ssm"
-    assert first_match(one_rule({}).gradients, info) is None
     assert first_match(one_rule({"min_numel": 1}).gradients, info) is None
     assert first_match(one_rule({"role": "ssm"}).gradients, info) == 0
     assert first_match(one_rule({"name": "*.A_log"}).gradients, info) == 0
     vector = ParamInfo.of("layers.0.mixer.D", (SMALL,))
     assert first_match(one_rule({"role": "ssm"}).gradients, vector) is None
-
-
-@pytest.mark.parametrize(
-    ("when", "name", "shape", "why"),
-    [
-        ({"role": "head"}, "layers.3.mlp.w1.weight", BIG, "no rule for its role"),
-        ({"role": "mlp", "name": "x"}, "layers.3.mlp.w1.weight", BIG, "no rule for its name"),
-        ({"layers": "0-2"}, "layers.3.mlp.w1.weight", BIG, "no rule for its layer"),
-        ({"min_numel": 10**6}, "mlp.w1.weight", BIG, "262,144 elements < min_numel 1,000,000"),
-        ({"max_numel": 9}, "mlp.w1.weight", BIG, "262,144 elements > max_numel 9"),
-        ({}, "mlp.w1.bias", (SMALL,), "one dimension: no rule names it"),
-        ({}, "mlp.experts.down_proj_bias", BIG, "bias: no rule names it"),
-        ({}, "mlp.w1.weight", (8, 512), "4,096 elements < 16,384: see min_numel"),
-    ],
-)
-def test_what_keeps_a_rule_from_a_parameter(when: dict, name: str, shape, why: str):
-    rules = one_rule(when).gradients
-    assert nearest_miss(rules, ParamInfo.of(name, shape)).why == why
-
-
-def test_the_nearest_rule_says_why():
-    rules = [{"when": when, "codec": NO_DENSE} for when in ({"role": "mlp"}, {"role": "head"})]
-    policy = Policy.load(
-        {"schema": 1, "gradients": [*rules, {"when": {}, "codec": {"kind": "dense"}}]}
-    )
-    for name in ("mlp.w1.weight", "lm_head.weight"):
-        assert "see min_numel" in nearest_miss(policy.gradients, ParamInfo.of(name, (2, 2))).why
-    assert nearest_miss(Policy.load("dense").gradients, ParamInfo.of("w", BIG)).why == (
-        "no rule compresses"
-    )
 
 
 def test_the_first_matching_rule_wins(tmp_path):

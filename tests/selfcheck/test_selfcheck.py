@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trials import OPERATORS, PLACEMENTS, case_of
+from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, checking, every_call
+from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
@@ -43,11 +43,8 @@ def change(x: Tensor) -> None:
     flat.copy_(flat == 0 if x.dtype == torch.bool else torch.where(flat == 1, 2, 1).to(x.dtype))
 
 
-def test_every_operator_is_checked():
-    assert set(ONE_OF_EACH) == set(OPERATORS)
-
-
 def test_the_reference_passes():
+    assert set(ONE_OF_EACH) == set(OPERATORS)
     calls = list(ONE_OF_EACH.values())
     checked = check(standin("passes"), CPU, calls)
     assert checked.calls == calls
@@ -70,10 +67,9 @@ def test_one_wrong_element_is_noticed(operator, output):
         check(wrong, CPU, [call])
 
 
-@pytest.mark.parametrize("result", [0, 1])
-def test_a_wrong_result_of_peeling_is_noticed(result):
-    wrong = standin("wrong", peel=spoiling("peel", lambda arguments, found: change(found[result])))
-    with pytest.raises(KernelError, match=f"elements of 'result {result}' differ"):
+def test_a_wrong_result_of_peeling_is_noticed():
+    wrong = standin("wrong", peel=spoiling("peel", lambda arguments, found: change(found[1])))
+    with pytest.raises(KernelError, match="elements of 'result 1' differ"):
         check(wrong, CPU, [ONE_OF_EACH["peel"]])
 
 
@@ -113,15 +109,6 @@ def test_all_failures_are_listed_if_it_goes_on():
     assert checked.calls == others
 
 
-def test_what_passed_is_not_run_again():
-    ran = []
-    counting = standin("counting", quantize=spoiling("quantize", lambda *_: ran.append(1)))
-    call = ONE_OF_EACH["quantize"]
-    for _ in range(3):
-        check(counting, CPU, [call])
-    assert len(ran) == len(PLACEMENTS)
-
-
 @pytest.mark.parametrize("operator", ["quantize", "quantize_matrix", "encode"])
 def test_inputs_have_what_kernels_stumble_over(operator):
     for case in (case_of(call) for call in CALLS if call.operator == operator):
@@ -146,12 +133,3 @@ def test_calls_are_noted_once():
         case.call.options,
     )  # fmt: skip
     assert new == [1]
-
-
-def test_the_driver_is_what_the_kernel_has_loaded(tmp_path, monkeypatch):
-    file = tmp_path / "version"
-    monkeypatch.setattr(checking, "_MODULE", file)
-    assert checking._loaded_driver() is None
-    for kind in ("Kernel Module ", "Open Kernel Module for x86_64"):
-        file.write_text(f"NVRM version: NVIDIA UNIX {kind} 550.54.15  Tue Mar  5 22:23:56 UTC 2024")
-        assert checking._loaded_driver() == "550.54.15"

@@ -124,18 +124,6 @@ def _() -> Iterator[Case]:
         yield from blocks(x, 4, x.to(residual), average=average)
 
 
-@edge("blocks: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    rng = np.random.default_rng(0)
-    for bits, result in ((8, (F32, 1)), (8, (BF16, 3)), (4, (F16, 4)), (4, (F32, 7))):
-        layout = BlockLayout(numel=150, bits=bits, block=32)
-        x = oracle.values((12, 150), rng) * torch.from_numpy(rng.choice([1, 1e3, 1e-3], (12, 1)))
-        message = sent_blocks(x.float(), layout)
-        forwards = message.view(2, 6, -1)
-        for several in (forwards, forwards.flip(1).contiguous(), message.view(12, 1, -1)):
-            yield from sums_of_blocks(several, layout, result)
-
-
 @edge("blocks: any words have a sum, also beyond the largest number")
 def _() -> Iterator[Case]:
     rng = np.random.default_rng(1)
@@ -224,30 +212,6 @@ def _() -> Iterator[Case]:
     yield from matrix(on_edge(float(np.nextafter(below, np.float32(2))), rng), 2, residual=BF16)
 
 
-@edge("matrix: ones that are lost one by one, and reach the next scale together")
-def _() -> Iterator[Case]:
-    # 1.25 and 1.0625 times 2**24 are halfway between two scales of columns, and of rows.
-    for ones in ([8, 16, 24, 32, 40, 48], [1, 3, 5, 7]):
-        x = torch.zeros(50, 256)
-        x[0, 0], x[0, 1:], x[ones, 0] = 1.25 * 2**24 - 4, 2.0**25, 1.0
-        yield from matrix(x)
-    # 32 places of 8 words: neighbours, then halves.
-    for ones in ([1, 2, 4, 128, 64, 32, 16, 8], [4, 5, 6, 7]):
-        x = torch.zeros(50, 256)
-        x[0, 0], x[1], x[0, ones] = 1.0625 * 2**24 - 4, 2.0**33, 1.0
-        yield from matrix(x)
-
-
-@edge("matrix: quotients next to integers")
-def _() -> Iterator[Case]:
-    # Multiples of scales, whose quotients round to either side of the multiple.
-    rng = np.random.default_rng(3)
-    rows = torch.from_numpy(rng.integers(8, 16, (24, 1)) / 8)
-    columns = torch.from_numpy(rng.choice([1, 0.75, 0.5, 0.375], 40))
-    x = torch.from_numpy(rng.integers(-9, 10, (24, 40))) * rows * columns
-    yield from matrix(x.float(), 2, residual=BF16)
-
-
 @edge("matrix: rows that are summed in chunks, some of them not finite")
 def _() -> Iterator[Case]:
     for (bits, group, dtype), more in zip(CODES, (1, 104, 7), strict=True):
@@ -256,31 +220,11 @@ def _() -> Iterator[Case]:
         yield from matrix(x, bits, group, (x / 8).to(dtype), average=0.9)
 
 
-@edge("matrix: the largest column comes last")
-def _() -> Iterator[Case]:
-    # More partial maxima than are read at once.
-    x = torch.full((1, 4170), 2.0**-8)
-    x[0, -1] = 1.0
-    yield from matrix(x)
-
-
 @edge("matrix: the largest row comes last, and its byte is at most 254")
 def _() -> Iterator[Case]:
     x = torch.full((8192, 1), 2.0**-20)
     x[-1] = 1.0
     yield from matrix(x, level=3.9)
-
-
-@edge("matrix: rows that are not finite")
-def _() -> Iterator[Case]:
-    rng = np.random.default_rng(4)
-    for bits, group, dtype in CODES:
-        x, residual = random_matrix((1, 9, 50), rng), random_matrix((1, 9, 50), rng).to(dtype)
-        x[0, 0] *= 1e6  # but for its NaN, the largest row
-        x[0, 0, 7], x[0, 3, 0], x[0, -1, -1] = NAN, INF, -INF
-        x[0, 5, 4] = residual[0, 5, 4] = 3e38  # a sum that overflows
-        yield from matrix(x, bits, group, residual, average=0.5)
-        yield from matrix(torch.full((2, 20), NAN), bits, group, dtype)
 
 
 @edge("matrix: rows far from the others, and numbers next to zero")
@@ -332,32 +276,6 @@ def _() -> Iterator[Case]:
     x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
     for bits, group, dtype in CODES:  # rows that send nothing keep the sign
         yield from matrix(x, bits, group, x.to(dtype))
-
-
-@edge("matrix: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    factors = torch.tensor([1, 3e5, 7e3, 1.7, 50, 2e6])[:, None, None]
-    for (bits, group, dtype), result in zip(CODES, (F32, BF16, F32), strict=True):
-        x = random_matrix((6, 5, 60), np.random.default_rng(bits + group)) * factors
-        x[1, 1, 0] = INF
-        for order in (x, x.flip(0)):
-            *_, made = matrix(order, bits, group, dtype, dtype=result, divisor=7)
-            yield made
-
-
-@edge("matrix: a damaged message")
-def _() -> Iterator[Case]:
-    """A row whose scale is infinite leaves those that follow it as they are."""
-    layout = MatrixLayout(rows=4, columns=5)
-    message = torch.zeros(1, layout.words, dtype=I32)
-    REFERENCE.quantize_matrix(
-        random_matrix((1, 4, 5), np.random.default_rng(0)).flatten(1), None, message,
-        layout=layout, average=0.0,
-    )  # fmt: skip
-    # An infinite scale is 0x7F8 as a row's byte and the base.
-    message[0, 0] = 0x7F8 - 200
-    message[0, sum(layout.head[:2])] = 200 + (100 << 8) + (100 << 16) + (100 << 24)
-    yield sum_of_matrices(message, layout)
 
 
 # Sketches
@@ -501,43 +419,6 @@ def _() -> Iterator[Case]:
     tensors_of(made)["residual"].zero_()
     tensors_of(made)["threshold"].fill_(1.0)
     yield made
-
-
-@edge("sketch: tables too small, and more keys than they were made for")
-def _() -> Iterator[Case]:
-    for form, room in ((FORMATS[0], 0.9), (("int8x4", BF16, BF16), 1.1), (FORMATS[2], 0.5)):
-        yield from both_ways(encoding(form, 600, "all above", hashes=3, room=room))
-    made = encoding(FORMATS[1], 1500, "room for all", hashes=4, room=2.0)
-    layout = layout_of(made)
-    yield from both_ways(changed(made, layout=replace(layout, keys=5)))
-    # More keys than cells, of which a CPU keeps other queues.
-    made = encoding(FORMATS[0], 1400, "room for all", W=1, seed=6)
-    table = replace(layout_of(made), hashes=3, partition=110)
-    tensors_of(made)["cells"] = oracle.poisoned(1, table.cells, dtype=I32)
-    yield from both_ways(changed(made, layout=table))
-
-
-@edge("sketch: many words, and no group or every group of many ranks")
-def _() -> Iterator[Case]:
-    n, rng = 36000, np.random.default_rng(0)
-    layout = SketchLayout(numel=n, symbol=SYMBOLS["int32x1"], keys=64, hashes=4, partition=64)
-    present = torch.zeros(n, dtype=torch.bool)
-    present[np.r_[rng.choice(n, 60, replace=False), 0, n - 1]] = True
-    symbols = torch.from_numpy(rng.integers(-(2**31), 2**31, n, dtype=np.int64)).to(I32)
-    index, seed = to_bitmap(present), torch.tensor([-7], dtype=I32)
-    cells = oracle.poisoned(layout.cells, dtype=I32)
-    tensors = {"symbols": symbols, "index": index, "seed": seed, "cells": cells}
-    made = case_with("insert", tensors, layout=layout)
-    yield made
-    cells = made.run(REFERENCE, Tensor.clone)["cells"]
-    yield case_with("peel", {"cells": cells, "index": index, "seed": seed}, layout=layout)
-    for form, hashes in ((FORMATS[0], 3), (FORMATS[2], 6), (FORMATS[1], 1)):
-        lanes = SYMBOLS[form[0]].lanes
-        for W, every in ((5, True), (1, False), (5, False)):
-            made = encoding(form, 400 * lanes - (lanes - 1), "room for all", W=W, hashes=hashes)
-            tensors_of(made)["grad"].fill_(3.0 if every else 0.0)
-            tensors_of(made)["residual"].zero_()
-            yield from both_ways(made, W)
 
 
 @edge("sketch: the largest numbers, halves, and numbers next to zero")

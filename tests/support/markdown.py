@@ -60,8 +60,3 @@ def blocks(page: Path) -> list[Block]:
             )
         )
     return found
-
-
-def without_code(text: str) -> str:
-    """A page without code blocks and inline code."""
-    return re.sub(r"`[^`\n]*`", "", _BLOCK.sub("", text))
