@@ -147,6 +147,7 @@ REFUSED: dict[int, list[Case]] = {
             {},
             "codec 'delta' with bits 2",
         ),
+        (sharded, gathering({"kind": "exact"}), {}, "gathered in float32"),
         (
             sharded,
             {
