@@ -145,8 +145,8 @@ def test_bytes_are_those_of_the_plan(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_backward_reads_what_its_forward_did(rank: int, world_size: int) -> None:
-    """Also in a forward that a backward does once more, after reductions of the same unit; and where
-    a second forward comes before the backwards."""
+    """Also if a backward repeats the forward, after reductions of the same unit, and if a second
+    forward comes before the backwards."""
     calls: list[Any] = []
     with recorded(calls):
         model = wrap(recomputing("reentrant around"), gathering(delta(), "*.weight"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -207,12 +206,8 @@ def search(rank: int, world_size: int, seed: int, programs: int) -> None:
     choose = random.Random(seed)
     for _ in range(programs):
         rows = program(choose, world_size)
-        how = {
-            "policy": choose.choice(list(POLICIES)),
-            "reshard": choose.random() < 0.7,
-        }
-        check = partial(outcome, rank=rank, **how)
-        wrong = check(rows)
+        how = {"policy": choose.choice(list(POLICIES)), "reshard": choose.random() < 0.7}
+        wrong = outcome(rows, rank, **how)
         # Not on this rank alone, or the others would go on without it.
         found = torch.tensor([bool(wrong)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -220,9 +215,8 @@ def search(rank: int, world_size: int, seed: int, programs: int) -> None:
 
 
 @on_ranks(2, timeout=120)
-@pytest.mark.parametrize("seed", range(2))
-def test_programs_that_differ(rank: int, world_size: int, seed: int) -> None:
-    search(rank, world_size, seed, programs=4)
+def test_programs_that_differ(rank: int, world_size: int) -> None:
+    search(rank, world_size, 0, programs=5)
 
 
 @pytest.mark.slow

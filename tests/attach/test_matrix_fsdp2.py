@@ -71,7 +71,7 @@ def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3)
 def test_shards_of_every_kind(rank: int, world_size: int) -> None:
     """That nothing is lost is in `tests/parity` and in `tests/collect/test_conservation.py`."""
     assert shapes(wrap(layers(), policy(ONE_OF_8, LEAD))) == {
