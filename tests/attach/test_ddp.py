@@ -78,17 +78,32 @@ def test_buckets_change_no_bit(rank: int, world_size: int) -> None:
             equal(mine, theirs)
 
 
+class Odd(nn.Module):
+    """Complex numbers, gaps in memory orders, and nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        images = torch.randn(3, 2, 2, 7)
+        self.images = nn.Parameter(images.to(memory_format=torch.channels_last))
+        self.wave = nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = (self.wave[None] * x[:, None]).abs().square().sum((1, 2))
+        return waves + (self.images * x[:3, None, None]).square().sum() + self.empty.sum()
+
+
 @on_ranks(2)
 def test_nothing_compressed_is_ddps_own(rank: int, world_size: int) -> None:
     """Dense, and during a warm-up."""
-    native = DistributedDataParallel(net())
-    dense, warm = wrapped("dense"), wrapped(POLICIES["warming up"])
-    expected = train(native, rank, range(2))
-    for model in (dense, warm):
+    for make, policy in ((net, "dense"), (net, POLICIES["warming up"]), (Odd, "dense")):
+        expected = train(DistributedDataParallel(make()), rank, range(2))
+        model = wrapped(policy, make())
         for mine, theirs in zip(train(model, rank, range(2)), expected, strict=True):
             equal(mine, theirs)
-    metrics = tagc.compressor(dense).metrics()
-    assert metrics.wire_bytes == metrics.dense_bytes > 0
+        metrics = tagc.compressor(model).metrics()
+        assert metrics.wire_bytes == metrics.dense_bytes > 0
 
 
 class Sometimes(nn.Module):

@@ -273,20 +273,6 @@ def test_a_step_between_a_forward_and_its_backward(rank: int, world_size: int) -
         losses[0].backward()
 
 
-@on_ranks(2)
-def test_new_tensors_for_some_of_the_parameters(rank: int, world_size: int) -> None:
-    """``assign=True`` gives FSDP others, and a new optimizer has them; for the rest it has those
-    that were known."""
-    model = wrapped(delta(8))
-    train(model, rank, 2)
-    loaded = {k: v.clone() for k, v in model.state_dict().items() if k.startswith("second")}
-    model.load_state_dict(loaded, strict=False, assign=True)
-    tagc.compressor(model).refresh()
-    train(model, rank, 3)
-    loss_of(model, rank, 0)
-    assert tagc.compressor(model).metrics().parameter_error < 1e-3
-
-
 class Closure:
     """Of a full batch; all ranks get the same loss, or they would not make the same steps."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -20,18 +19,14 @@ from support.block_net import wrap
 from support.distributed import as_on_nccl, on_ranks
 from support.gathering import gathering
 from support.small_net import local_weights, loss_of, net, sharded
-from support.states import shipped
 
 # Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
 SOME = {"kind": "exact"}, ["*.[02].weight", "head.weight"]
 ALL = {"kind": "exact"}, "*"
 
 
-def made(dtype: torch.dtype, replicas: int = 1, **options: Any) -> Any:
+def made(dtype: torch.dtype, **options: Any) -> Any:
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if replicas > 1:
-        ranks = torch.distributed.get_world_size() // replicas
-        options["mesh"] = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("r", "s"))
     return sharded(mp_policy=mixed, **options)
 
 
@@ -179,59 +174,6 @@ def test_ranks_agree_on_sizes_once_a_step(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert counts == [0, 1, 0], counts
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@on_ranks(timeout=1100)
-@pytest.mark.parametrize(
-    ("world_size", "hosts", "replicas", "muon"),
-    [(2, None, 1, True), (4, 2, 1, False), (4, None, 2, True)],
-)
-def test_a_long_run_with_kills_has_native_bits(
-    rank: int, world_size: int, hosts: Any, replicas: int, muon: bool
-) -> None:
-    """The policy as it is shipped, but for weights of any size."""
-    native = long_run(rank, replicas, muon, None, None)
-    same(long_run(rank, replicas, muon, shipped("exact"), hosts), native)
-
-
-def long_run(rank: int, replicas: int, muon: bool, policy: Any, hosts: Any) -> list[Tensor]:
-    """Losses and parameters of 200 steps, in which all processes die twice if there is a policy:
-    nothing of what a checkpoint leaves out remains."""
-    model = made(torch.bfloat16, replicas)
-    if policy is not None:
-        wrap(model, policy, hosts=hosts)
-    optimizers = optimizers_of(model, muon)
-    found: list[Tensor] = []
-    for step in range(200):
-        if policy is not None and step in (67, 134):
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-            states = [deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-            saved = tagc.compressor(model).state_dict()
-            model = made(torch.bfloat16, replicas)
-            wrap(model, policy, hosts=hosts)
-            model.load_state_dict(weights)
-            tagc.compressor(model).load_state_dict(saved)
-            optimizers = optimizers_of(model, muon)
-            for optimizer, state in zip(optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        found.append(loss.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [*found, *local_weights(model).values()]
-
-
-def optimizers_of(model: nn.Module, muon: bool) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for the matrices, and AdamW for the rest. Over replicas Muon refuses matrices
-    with fewer rows than ranks."""
-    matrices = [p for p in model.parameters() if muon and p.ndim == 2 and p.shape[0] > 4]
-    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=1e-3)]
-    return [torch.optim.Muon(matrices, lr=1e-3), *found] if muon else found
 
 
 @on_ranks(2)

@@ -1,5 +1,5 @@
-"""torch's tensor, sequence, pipeline and context parallelism through groups that compress, and
-FSDP2 on tensor parallelism."""
+"""torch's tensor, sequence, expert and pipeline parallelism through groups that compress, and FSDP2
+on tensor parallelism."""
 
 from __future__ import annotations
 
@@ -250,86 +250,6 @@ def test_a_forward_that_is_interrupted(rank: int, world_size: int) -> None:
     assert torch.equal(outer(x), expected)
     assert torch.equal(inside(x), expected)
     assert all(map(torch.equal, saved(model), weights))
-
-
-def ring_attention(group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's causal ring attention and its backward, with the operators of CPUs."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    class Ring(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            out, sums = ring._templated_ring_attention(group, 2, attend, *inputs, is_causal=True)
-            ctx.save_for_backward(*inputs, out, sums)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            q, k, v, out, sums = ctx.saved_tensors
-            return ring._templated_ring_attention_backward(
-                group, 2, backward, grad, "grad_out", q, k, v, out, sums, True, dropout_p=0.0
-            )
-
-    return Ring.apply(q, k, v)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "rotates"), [(3, "ALL_TO_ALL"), (2, "ALL_GATHER")])
-def test_context_parallel(rank: int, world_size: int, rotates: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    options = ring._cp_options
-    generator = torch.Generator().manual_seed(5)
-    q, k, v, upstream = torch.randn(4, 2, 4, 48 * world_size, 16, generator=generator)
-    qkv = q, k, v
-    mine = slice(48 * rank, 48 * (rank + 1))
-    for t in qkv:
-        t.requires_grad_()
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    wanted = [t[:, :, mine] for t in torch.autograd.grad(whole, qkv, upstream)]
-
-    def attention(mesh: Any, forward: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs = [t[:, :, mine].detach().contiguous().requires_grad_() for t in qkv]
-        with (
-            patch.object(options, "enable_load_balance", False),
-            patch.object(options, "rotate_method", ring._RotateMethod[rotates]),
-        ):
-            with forward:
-                out = ring_attention(mesh.get_group(), *inputs)
-            return out.detach(), torch.autograd.grad(out, inputs, upstream[:, :, mine].contiguous())
-
-    plain = init_device_mesh("cpu", (world_size,), mesh_dim_names=("native",))
-    native, slopes = attention(plain, nullcontext())
-    assert torch.allclose(native, whole[:, :, mine], atol=1e-5)
-    for got, expected in zip(slopes, wanted, strict=True):
-        assert torch.allclose(got, expected, atol=1e-4)
-
-    mesh = mesh_of(world_size, names=("cp",))
-    out, approximate = attention(mesh, nullcontext())
-    assert torch.equal(out, native)  # only the backward was compressed
-    # The first rank attends to its own keys alone. Gradients of keys and values travel around.
-    assert torch.equal(approximate[0], slopes[0]) == (rank == 0)
-    for got, expected in zip(approximate, slopes, strict=True):
-        assert (got - expected).norm() < 0.03 * expected.norm()
-    assert not any(map(torch.equal, approximate[1:], slopes[1:]))
-    again = attention(mesh, nullcontext())[1]
-    assert all(map(torch.equal, again, approximate))
-
-    coded, _ = attention(mesh, tagc.activations())
-    assert torch.equal(coded, native) == (rank == 0)
-    assert (coded - native).norm() < 0.015 * native.norm()
-
-    qkv = tuple(t.detach().bfloat16() for t in qkv)
-    upstream = upstream.bfloat16()
-    exact = attention(mesh_of(world_size, names=("pp",), bits=0), tagc.activations())
-    native, slopes = attention(plain, nullcontext())
-    has_torchs_bits(
-        (exact[0], *exact[1]), (native, *slopes), "pp", most=0.95
-    )  # sums travel in float32
 
 
 # What all tensor-parallel ranks have stays the same on all of them
