@@ -290,30 +290,31 @@ def test_micro_batches_that_wait_are_refused(rank: int, world_size: int) -> None
 @on_ranks(2)
 def test_dimensions(rank: int, world_size: int) -> None:
     """What a graph sends in a mesh's dimensions is counted in every replay."""
-    coded: dict[str, Any] = {"kind": "quantized", "bits": 8}
-    exact = {"kind": "exact"}
-    for name, codec in (("tp", coded), ("cp", exact)):
+
+    def with_rule(name: str, codec: dict[str, Any]) -> tuple[Any, Any]:
         policy = gradients(QUANTIZED) | {"dimensions": {name: {"codec": codec}}}
         mesh = tagc.init_device_mesh("cpu", (2,), mesh_dim_names=(name,), policy=policy)
-        with tapes():
-            model = wrap(sharded(policy), policy, hosts=None)
-            handle = tagc.compressor(model)
+        return wrap(sharded(policy), policy, hosts=None), mesh.get_group()
+
+    with tapes():
+        model, group = with_rule("tp", {"kind": "quantized", "bits": 8})
+        handle = tagc.compressor(model)
+        step(model, rank)
+        handle.before_capture()
+        with (
+            capturing(),
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+            tagc.activations(),
+        ):
             step(model, rank)
-            if codec is exact:
-                with pytest.raises(ValueError, match="ranks of dimension 'cp' agree on the size"):
-                    handle.before_capture()
-                break
-            handle.before_capture()
-            with (
-                capturing(),
-                patch.object(torch.cuda, "is_available", lambda: True),
-                patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
-                tagc.activations(),
-            ):
-                step(model, rank)
-                dist.all_reduce(torch.ones(1 << 14), group=mesh.get_group())
-        sent = handle.metrics().dimensions["tp"]
-        assert 0 < sent.wire_bytes < sent.dense_bytes
-        handle.before_replay()
-        twice = handle.metrics().dimensions["tp"]
-        assert (twice.wire_bytes, twice.dense_bytes) == (2 * sent.wire_bytes, 2 * sent.dense_bytes)
+            dist.all_reduce(torch.ones(1 << 14), group=group)
+    sent = handle.metrics().dimensions["tp"]
+    assert 0 < sent.wire_bytes < sent.dense_bytes
+    handle.before_replay()
+    twice = handle.metrics().dimensions["tp"]
+    assert (twice.wire_bytes, twice.dense_bytes) == (2 * sent.wire_bytes, 2 * sent.dense_bytes)
+
+    exact = tagc.compressor(with_rule("cp", {"kind": "exact"})[0])
+    with pytest.raises(ValueError, match="ranks of dimension 'cp' agree on the size"):
+        exact.before_capture()

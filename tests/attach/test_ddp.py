@@ -209,11 +209,9 @@ def test_the_plan(rank: int, world_size: int) -> None:
     plan = tagc.compressor(model).plan()
     assert "rules for parameters have nothing to do: with DDP each rank has all" in str(plan)
     assert {row.direction for row in plan.rows} == {"gradients"}
-    sent = sum(row.wire_bytes for row in plan.rows)
-    train(model, rank, range(2))
+    train(model, rank, range(1))
     metrics = tagc.compressor(model).metrics()
-    assert metrics.wire_bytes == 2 * sent
-    assert metrics.dense_bytes == 2 * sum(row.dense_bytes for row in plan.rows)
+    assert metrics.wire_bytes == sum(row.wire_bytes for row in plan.rows)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from parity.model import loss_of as loss_of_blocks
 from support import oracle
 from support.block_net import recomputing, wrap
 from support.distributed import on_ranks
-from support.exact import EXACT, equal
+from support.exact import EXACT
 from support.gathering import gathering, recorded
 from support.small_net import local_weights, loss_of, net, sharded, train
 from support.units import gathered
@@ -311,26 +311,6 @@ def test_a_closure_that_is_called_several_times_in_a_step(rank: int, world_size:
         assert closure.calls > 4
         losses.append(float(closure()))
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=200)
-def test_a_compiled_step(rank: int, world_size: int) -> None:
-    """The compiler does not trace what tagc does around it."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-    found = []
-    for compiled in (False, True):
-        model = wrapped(delta())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        tagc.compressor(model).keep_rates(optimizer, second_moment=True)
-        if compiled:
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        for step in range(3):
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(tagc.compressor(model).state_dict())
-    equal(*found)
 
 
 class Raises(torch.optim.SGD):

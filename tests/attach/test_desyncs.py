@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import tagc
 from support.block_net import grads, wrap
 from support.distributed import on_ranks
+from support.gathering import INT8, KEPT
+from support.marks import slow
 from tagc.collect import Transport
 from tagc.collect.lockstep import DesyncError, Lockstep
 
@@ -32,16 +34,18 @@ Call = tuple[str, int | None]
 Row = tuple[Call | None, ...]
 """What each rank does; None for nothing."""
 
-WEIGHTS = {"name": "*.weight"}
-INT8 = {"when": WEIGHTS, "codec": {"kind": "quantized", "bits": 8, "block": 32}}
-KEPT = {"when": WEIGHTS, "codec": INT8["codec"] | {"keep_for_backward": True}}
-CHANGES = {"when": WEIGHTS, "codec": {"kind": "delta", "bits": 4, "block": 32}}
-SKETCH = {"when": WEIGHTS, "codec": {"kind": "sketch", "density": 0.3}}
+
+def rules(gradients: Any, parameters: Any = None) -> dict[str, Any]:
+    when = {"name": "*.weight"}
+    about = {"parameters": [{"when": when, "codec": parameters}]} if parameters else {}
+    return {"schema": 1, "gradients": [{"when": when, "codec": gradients}], **about}
+
+
 POLICIES: dict[str, Any] = {
-    "8 bits": {"schema": 1, "gradients": [INT8], "parameters": [INT8]},
-    "kept": {"schema": 1, "gradients": [INT8], "parameters": [KEPT]},
-    "changes": {"schema": 1, "gradients": [INT8], "parameters": [CHANGES]},
-    "sketch": {"schema": 1, "gradients": [SKETCH]},
+    "8 bits": rules(INT8, INT8),
+    "kept": rules(INT8, KEPT),
+    "changes": rules(INT8, {"kind": "delta", "bits": 4, "block": 32}),
+    "sketch": rules({"kind": "sketch", "density": 0.3}),
     "dense": "dense",
 }
 CALLS = ["forward", "forward", "backward", "backward", "evaluate", "step", "sync off", "sync on"]
@@ -201,8 +205,11 @@ def program(choose: random.Random, ranks: int) -> list[Row]:
     return rows
 
 
-def search(rank: int, world_size: int, seed: int, programs: int) -> None:
-    """Run so many programs."""
+@on_ranks(2, timeout=230)
+@pytest.mark.parametrize(
+    ("seed", "programs"), [(0, 5), *(slow(seed, 12) for seed in range(100, 120))]
+)
+def test_programs_that_differ(rank: int, world_size: int, seed: int, programs: int) -> None:
     choose = random.Random(seed)
     for _ in range(programs):
         rows = program(choose, world_size)
@@ -212,15 +219,3 @@ def search(rank: int, world_size: int, seed: int, programs: int) -> None:
         found = torch.tensor([bool(wrong)])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         assert not found, f"{how} {rows}: {wrong}"
-
-
-@on_ranks(2, timeout=120)
-def test_programs_that_differ(rank: int, world_size: int) -> None:
-    search(rank, world_size, 0, programs=5)
-
-
-@pytest.mark.slow
-@on_ranks(2, 3, timeout=230)
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_many_programs_that_differ(rank: int, world_size: int, seed: int) -> None:
-    search(rank, world_size, 10 * seed + world_size, programs=12)

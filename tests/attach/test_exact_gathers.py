@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.overrides import TorchFunctionMode
 
 import tagc
 from support.block_net import wrap
-from support.distributed import as_on_nccl, on_ranks
+from support.distributed import on_ranks
 from support.gathering import gathering
 from support.small_net import local_weights, loss_of, net, sharded
 
@@ -144,36 +143,6 @@ def test_what_changes_after_it_was_measured_is_an_error(rank: int, world_size: i
             p.mul_(-3.0)  # does not fit
     with pytest.raises(RuntimeError, match=r"'second' changed, but not by an optim.*refresh\(\)"):
         loss_of(model, rank, 2)
-
-
-class Waits(TorchFunctionMode):
-    """Counts how often the host reads numbers of a device."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func in (Tensor.tolist, Tensor.item)
-        return func(*args, **kwargs or {})
-
-
-@on_ranks(2)
-def test_ranks_agree_on_sizes_once_a_step(rank: int, world_size: int) -> None:
-    """Of four units. `test_nccl_branch` counts the collectives."""
-    with as_on_nccl():  # without headers, which the host reads, too
-        model = made(torch.bfloat16)
-        wrap(model, gathering(*SOME), ops="cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        counts = []
-        for step in range(2):
-            for micro in range(step + 1):
-                with Waits() as waits:
-                    loss_of(model, rank, 2 * step + micro).backward()
-                counts.append(waits.count)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert counts == [0, 1, 0], counts
 
 
 @on_ranks(2)

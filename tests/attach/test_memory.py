@@ -21,7 +21,7 @@ from support.marks import slow
 from support.small_net import loss_of
 from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
-from tagc.plan import Direction, UnitPlan, buffers_of
+from tagc.plan import UnitPlan, buffers_of
 from tagc.plan.programs import memory_of
 
 
@@ -64,26 +64,6 @@ def largest(units: Iterable[UnitPlan], gloo: bool) -> dict[tuple[str, torch.dtyp
         for buffer, dtype, numel in buffers_of(unit, gloo=gloo):
             expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
     return expected
-
-
-@on_ranks(3)
-@pytest.mark.parametrize(
-    ("kind", "direction"), [("matrix", "gradients"), ("quantized", "replicas")]
-)
-def test_buffers_of_segments_of_several_sizes(
-    rank: int, world_size: int, kind: str, direction: Direction
-) -> None:
-    """The largest counts, not the last; and a slice of every dtype."""
-    feedback = {"kind": "residual", "lead": 0.8}
-    plan = matrix_plan(world_size, {"kind": kind}, feedback, torch.bfloat16, direction)
-    reducer = unit_reducer(plan)
-    reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
-    found = reducer.store.workspace._buffers
-    sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
-    assert sizes == largest([plan], gloo=True)
-    generation = reducer.store.workspace.generation
-    reduce(reducer, torch.ones(plan.rows, plan.columns, dtype=torch.bfloat16))
-    assert reducer.store.workspace.generation == generation
 
 
 SLACK = 6000

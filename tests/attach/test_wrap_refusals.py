@@ -47,15 +47,6 @@ def hooked() -> Any:
     return model
 
 
-def delayed() -> Any:
-    later = net()
-    return DistributedDataParallel(
-        later,
-        delay_all_reduce_named_params=[("head.weight", later.head.weight)],
-        param_to_hook_all_reduce=later.head.bias,
-    )
-
-
 def ddp(model: nn.Module | None = None) -> Any:
     return DistributedDataParallel(model or net())
 
@@ -66,12 +57,6 @@ def replicated(*names: str) -> Any:
     for name in names or ("first", "second", ""):
         replicate(model.get_submodule(name))
     return model
-
-
-def used() -> Any:
-    model = by_fsdp1()
-    loss_of(model, dist.get_rank(), 0).backward()
-    return model.second
 
 
 def hybrid() -> Any:
@@ -133,7 +118,6 @@ REFUSED: dict[int, list[Case]] = {
         (ddp, "half-bit", {}, "with DDP or replicate(): feedback.lead 'measured'"),
         (hooked, BITS, {}, "its own communication hook (allreduce_hook)"),
         (lambda: ddp(nn.Embedding(9, 9, sparse=True)), BITS, {}, "sparse gradients"),
-        (delayed, BITS, {}, "delay_all_reduce_named_params"),
         (lambda: nn.Sequential(wrapped(BITS, ddp())), BITS, {}, "'0' is already wrapped"),
         # replicate
         (lambda: nn.Sequential(with_hooks(nn.Linear(9, 9))), BITS, {}, "whose hooks tagc cannot"),
@@ -144,7 +128,6 @@ REFUSED: dict[int, list[Case]] = {
         (by_fsdp1, "dense", {"replicas": lambda: dist.group.WORLD}, "replicas for FSDP2 only"),
         (hybrid, EVERYTHING, {}, 'replicas=mesh["replicate"]'),
         (lambda: wrapped(BITS, by_fsdp1()).second, EVERYTHING, {}, "already wrapped, by"),
-        (used, EVERYTHING, {}, "part of a larger FSDP1 model"),
         (of_both_apis, EVERYTHING, {}, "partly by FSDP1"),
     ],
     4: [
