@@ -3,10 +3,13 @@ sums with native FSDP2 in `tests/parity`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import tagc
@@ -21,6 +24,7 @@ from support.gathering import INT8, gathering
 from support.launching import sketch_of
 from support.small_net import EVERYTHING, local_weights
 from support.units import gathered, policy
+from tagc.attach.fsdp2 import param_dtype, reduce_dtype
 from tagc.attach.fsdp2_collectives import _params_of
 
 
@@ -146,3 +150,33 @@ def test_one_dtype_that_cannot_be_compressed(rank: int, world_size: int) -> None
         tagc.PolicyError, match=r"gathers parameters of torch\.float64.*param_dtype"
     ):
         wrap(sharded(net().double()), parameters)
+
+
+def test_dtypes_where_each_parameter_has_a_policy() -> None:
+    """As from torch 2.15 on, whose reductions are in the gradients' dtype if no other is asked for;
+    before, a group has one policy, and reduces in the dtype of its parameters."""
+
+    def param(grad: torch.dtype | None, *, trains: bool = True, **policy: Any) -> SimpleNamespace:
+        sharded_param = SimpleNamespace(requires_grad=trains, dtype=torch.float32)
+        mixed = MixedPrecisionPolicy(**policy)
+        return SimpleNamespace(
+            sharded_param=sharded_param, mp_policy=mixed, sharded_grad_dtype=grad
+        )
+
+    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
+    one = param(torch.float32, **half)
+    frozen = param(torch.bfloat16, trains=False)
+    group = SimpleNamespace(fsdp_params=[frozen, one])
+    assert reduce_dtype("unit", group) == torch.float32
+    assert param_dtype(one, group) == torch.bfloat16
+    assert param_dtype(frozen, group) is None
+    group.mp_policy = one.mp_policy
+    assert reduce_dtype("unit", group) == torch.bfloat16
+    assert param_dtype(frozen, group) == torch.bfloat16
+
+    asked = param(torch.float32, reduce_dtype=torch.float16, **half)
+    assert reduce_dtype("unit", SimpleNamespace(fsdp_params=[asked])) == torch.float16
+    for other in (torch.bfloat16, None):
+        several = SimpleNamespace(fsdp_params=[one, param(other)])
+        with pytest.raises(ValueError, match=r"of 'unit' have several dtypes.*fully_shard on"):
+            reduce_dtype("unit", several)
