@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,34 +24,47 @@ from support.marks import slow
 from support.small_net import local_weights
 from support.tape import Tape, tapes
 from support.uneven_block import Block
-from tagc.codecs.sketch.threshold import Steer
-from tagc.collect import UnitReducer, gauge, reducer_state
+from tagc.collect import gauge, reducer_state
 from tagc.collect.replay import Store
-from tagc.ops.launches import Advance
 from tagc.policy import data_parallel_policies
 
-QUICK = ("hybrid", "hosts", "attn-only")
-POLICIES = (*QUICK, "one-bit", "stateless", "thrifty")
-OTHERS = sorted({*data_parallel_policies()} - {"auto", *POLICIES})
+SHIPPED = sorted({*data_parallel_policies()} - {"auto"})
+LONG = ("hybrid", "hosts", "attn-only", "one-bit", "stateless", "thrifty")
 RUN = 2  # steps before the capture
 
-AVERAGE = {"kind": "average", "reset_steps": 3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
 
 
-def gradients(codec: dict[str, Any], **rule: Any) -> dict[str, Any]:
-    when = {"name": "*.weight"}
-    return {"schema": 1, "gradients": [{"when": when, "codec": codec, **rule}]}
+def gradients(codec: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": 1, "gradients": [{"when": {"name": "*.weight"}, "codec": codec}]}
 
 
-RESTARTS = gradients(QUANTIZED, feedback=AVERAGE)
 DITHERED = gradients(QUANTIZED | {"rounding": "stochastic"})
+# All that a step may count, draw or measure: resets, seeds, shares, thresholds and changes.
+MANY = {
+    "schema": 1,
+    "gradients": [
+        {
+            "when": {"name": "*.q_proj.weight"},
+            "codec": QUANTIZED,
+            "feedback": {"kind": "average", "reset_steps": 3},
+        },
+        {"when": {"name": "*.o_proj.weight"}, "codec": QUANTIZED | {"rounding": "stochastic"}},
+        {
+            "when": {"name": "*.up_proj.weight"},
+            "codec": {"kind": "matrix", "group": 8},
+            "feedback": {"kind": "residual", "dtype": "bfloat16", "lead": "measured"},
+        },
+        {"when": {"name": "*.down_proj.weight"}, "codec": {"kind": "sketch", "density": 0.3}},
+    ],
+    "parameters": [{"when": {"name": "*_proj.weight"}, "codec": {"kind": "delta", "bits": 2}}],
+}
 
 
-def sharded(policy: Any, **options: Any) -> Any:
+def sharded(policy: Any) -> Any:
     torch.manual_seed(1)
     model: Any = nn.Sequential(Block(), Block())
-    options |= gathered_in(policy) if isinstance(policy, str) else {}
+    options = gathered_in(policy) if isinstance(policy, str) else {}
     for block in model:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -93,8 +104,7 @@ class Run:
 
     def __init__(self, rank: int, policy: Any, *, captured: bool, **how: Any) -> None:
         self.rank, self.captured = rank, captured
-        options = {"mesh": how.pop("mesh")} if "mesh" in how else {}
-        self.model = wrap(sharded(policy, **options), policy, **how)
+        self.model = wrap(sharded(policy), policy, **how)
         self.handle = tagc.compressor(self.model)
         for reducer in self.handle.reducers:
             reducer.counters.steps = reducer.plan.warmup_steps
@@ -131,31 +141,36 @@ class Run:
         return local_weights(self.model) | dict(h.state_dict()) | {"sent": torch.tensor(sent)}
 
 
-def same(rank: int, policy: Any, replays: int, kind: type[Run] = Run, **how: Any) -> None:
+def same(rank: int, policy: Any, replays: int, kind: type[Run] = Run, hosts: Any = None) -> None:
     """Compare a run with replays with one without."""
-    how = {"hosts": None} | how
     with tapes():
         steps = RUN + 1 + replays
-        expected = kind(rank, policy, captured=False, **how).result(steps)
-        equal(kind(rank, policy, captured=True, **how).result(steps), expected)
+        expected = kind(rank, policy, captured=False, hosts=hosts).result(steps)
+        equal(kind(rank, policy, captured=True, hosts=hosts).result(steps), expected)
 
 
-@on_ranks(2, timeout=900)
+@on_ranks(timeout=900)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("policy", "replays"),
-    [(p, 3) for p in QUICK] + [slow(p, 50) for p in POLICIES] + [slow(p, 4) for p in OTHERS],
+    ("world_size", "policy", "hosts", "replays"),
+    [
+        (2, "hosts", None, 3),
+        slow(4, "thrifty", 2, 2),
+        *(slow(2, p, None, 50 if p in LONG else 4) for p in SHIPPED),
+    ],
 )
 def test_replays_have_the_bits_of_steps(
-    rank: int, world_size: int, policy: str, replays: int
+    rank: int, world_size: int, policy: str, hosts: Any, replays: int
 ) -> None:
-    same(rank, policy, replays)
+    same(rank, policy, replays, hosts=hosts)
 
 
 class Mixed(Run):
-    """Evaluations between replays, steps that run, a skipped one, another loss scale."""
+    """Between replays: a skipped step, evaluations, steps that run, another loss scale, weights
+    that change without an optimizer, a load, and a step without an update."""
 
     eager = (RUN + 3, RUN + 4)
+    noise = True
 
     def before(self, step: int) -> None:
         if step == RUN + 2:
@@ -163,136 +178,41 @@ class Mixed(Run):
                 self.model(data(self.rank, 99))
         if step == RUN + 5:
             self.handle.scale_residuals(0.5)
+        if step == RUN + 6:
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.mul_(0.5)
+            self.handle.refresh()
+        if step == RUN + 7:
+            self.handle.load_state_dict(dict(self.handle.state_dict()))
         self.copy = self.handle.copy_residuals()
 
     def after(self, step: int) -> None:
         if step == RUN + 1:
             self.handle.restore_residuals(self.copy)
-        else:
+        elif step != RUN + 7:
             self.optimizer.step()
-
-
-class Refreshed(Run):
-    """Weights change without an optimizer, and the state is saved and loaded."""
-
-    def before(self, step: int) -> None:
-        if step == RUN + 2:
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p.mul_(0.5)
-            self.handle.refresh()
-        if step == RUN + 3:
-            self.handle.load_state_dict(dict(self.handle.state_dict()))
 
 
 class InParts(Run):
     step_of = staticmethod(in_parts)
 
 
-class Noisy(Run):
-    noise = True
-
-
-class Accumulating(Run):
-    """Two micro-batches a step, each of which is reduced."""
-
-    def after(self, step: int) -> None:
-        if step % 2:
-            self.optimizer.step()
-
-
-CASES: dict[str, tuple[type[Run], Any, int]] = {
-    "mixed": (Mixed, "half-bit", 6),
-    "mixed, changes": (Mixed, "thrifty", 6),
-    "refreshed": (Refreshed, "thrifty", 4),
-    "accumulating": (Accumulating, "thrifty", 3),
-    "in parts": (InParts, DITHERED, 2),
-    "noise": (Noisy, DITHERED, 8),
-    "restarts": (Run, RESTARTS, 4),
-    "shares": (Run, "half-bit", 8),
-}
-
-
-@on_ranks(2, timeout=200)
-@pytest.mark.parametrize("case", CASES)
-def test_what_happens_between_replays(rank: int, world_size: int, case: str) -> None:
-    kind, policy, replays = CASES[case]
+@on_ranks(timeout=200)
+@pytest.mark.parametrize(
+    ("world_size", "kind", "policy", "replays", "hosts"),
+    [(4, Mixed, MANY, 8, 2), (2, InParts, DITHERED, 2, None)],
+    ids=["mixed", "in parts"],
+)
+def test_what_happens_between_replays(
+    rank: int, world_size: int, kind: type[Run], policy: Any, replays: int, hosts: Any
+) -> None:
     # After four steps, noise and shares are measured in every other one.
     with (
         patch.multiple(gauge, _FIRST=4, _EVERY=2),
         patch.multiple(reducer_state, _FIRST=4, _EVERY=2),
     ):
-        same(rank, policy, replays, kind)
-
-
-@on_ranks(4, timeout=200)
-@pytest.mark.parametrize(
-    ("way", "policy"), [slow("hosts", "hybrid"), ("hosts", "thrifty"), slow("replicas", "hybrid")]
-)
-def test_other_levels(rank: int, world_size: int, way: str, policy: str) -> None:
-    how: dict[str, Any] = {"hosts": 2}
-    if way == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-        how = {"mesh": mesh}
-    same(rank, policy, 2, **how)
-
-
-# A step that read what changes on the host
-
-
-@contextmanager
-def host_seeds() -> Iterator[None]:
-    """Seeds that the host counts."""
-    seeds = count()
-    with patch.object(Advance, "run", lambda self, x: x.add_(next(seeds) * 12345)):
-        yield
-
-
-@contextmanager
-def host_counts() -> Iterator[None]:
-    """Counts that stay where they were in the capture."""
-    with patch.object(UnitReducer, "_before_graph", lambda *args, **how: None):
-        yield
-
-
-@contextmanager
-def host_thresholds() -> Iterator[None]:
-    """Thresholds that the host moves."""
-    steps, steer = count(), Steer.bound
-
-    def bound(self: Steer, ops: Any, own: int) -> Any:
-        steered = steer(self, ops, own)
-
-        def run(counts: Tensor, goals: Tensor, state: Tensor) -> None:
-            steered(counts, goals, state)
-            state[0].mul_(1 + next(steps) / 16)
-
-        return run
-
-    with patch.object(Steer, "bound", bound):
-        yield
-
-
-@contextmanager
-def host_waits() -> Iterator[None]:
-    with patch.object(Advance, "run", lambda self, x: x.add_(int(x[0, 0]) % 7)):
-        yield
-
-
-PLANTED = {
-    "seed": (host_seeds, DITHERED),
-    "count": (host_counts, RESTARTS),
-    "threshold": (host_thresholds, gradients({"kind": "sketch", "density": 0.3})),
-    "wait": (host_waits, DITHERED),
-}
-
-
-@on_ranks(2, timeout=200)
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_step_that_reads_the_host_differs(rank: int, world_size: int, what: str) -> None:
-    planted, policy = PLANTED[what]
-    with planted(), pytest.raises(AssertionError):
-        same(rank, policy, 3)
+        same(rank, policy, replays, kind, hosts)
 
 
 # Refusals
@@ -304,43 +224,43 @@ def capturing() -> Iterator[None]:
         yield
 
 
+def step(model: Any, rank: int) -> Tensor:
+    return once(model, data(rank, 0))
+
+
 @on_ranks(2)
 def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
-    def fails(text: str, call: Callable[[], Any], error: Any = RuntimeError) -> None:
-        with pytest.raises(error, match=text):
-            call()
-
-    def step(model: Any) -> None:
-        once(model, data(rank, 0))
-
     warm = gradients({"kind": "sketch", "density": 0.3, "warmup_steps": 2})
     with tapes():
         model = wrap(sharded(warm), warm, hosts=None)
         handle = tagc.compressor(model)
         for left in (3, 2, 1):
             assert handle.steps_before_capture == left
-            fails(f"{left} more steps must run", handle.before_capture)
-            step(model)
-        fails("no CUDA graph was captured", handle.before_replay)
+            with pytest.raises(RuntimeError, match=f"{left} more steps must run"):
+                handle.before_capture()
+            step(model, rank)
+        with pytest.raises(RuntimeError, match="no CUDA graph was captured"):
+            handle.before_replay()
         handle.before_capture()
-        step(model)  # it runs, so another one needs another call
-        with capturing():
-            fails("right before the capture", lambda: step(model))
+        with Tape():
+            step(model, rank)
+        handle.before_replay()
+        with capturing(), pytest.raises(RuntimeError, match="right before the capture"):
+            step(model, rank)  # another capture needs another call
 
-    with tapes():
         run = Run(rank, "thrifty", captured=False, hosts=None)
         model, handle, optimizer = run.model, run.handle, run.optimizer
-        step(model)
+        step(model, rank)
         handle.before_capture()
         with Tape() as tape:
-            loss = once(model, data(rank, 0))
+            loss = step(model, rank)
         optimizer.step()
         tape.play()  # without the changes: no result, rather than a wrong one
         assert loss.isnan()
         handle.before_capture()
         optimizer.step()
-        with capturing():
-            fails("cannot hold the changes of unit", lambda: step(model))
+        with capturing(), pytest.raises(RuntimeError, match="cannot hold the changes of unit"):
+            step(model, rank)
 
     with patch.dict(os.environ, {"TAGC_DISABLE": "1"}), pytest.warns(UserWarning, match="DISABLE"):
         handle = tagc.compressor(tagc.wrap(sharded("thrifty"), "thrifty"))
@@ -350,20 +270,8 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
 
     replicated: Any = DistributedDataParallel(Block())
     wrap(replicated, gradients(QUANTIZED))
-    fails("for FSDP2 only", tagc.compressor(replicated).before_capture, ValueError)
-
-
-@on_ranks(2)
-def test_another_capture_needs_another_call(rank: int, world_size: int) -> None:
-    with tapes():
-        run = Run(rank, DITHERED, captured=False, hosts=None)
-        once(run.model, data(rank, 0))
-        run.handle.before_capture()
-        with Tape():
-            once(run.model, data(rank, 0))
-        run.handle.before_replay()
-        with capturing(), pytest.raises(RuntimeError, match="right before the capture"):
-            once(run.model, data(rank, 0))
+    with pytest.raises(ValueError, match="for FSDP2 only"):
+        tagc.compressor(replicated).before_capture()
 
 
 @on_ranks(4)
@@ -371,41 +279,42 @@ def test_micro_batches_that_wait_are_refused(rank: int, world_size: int) -> None
     policy = gradients(QUANTIZED)
     with tapes():
         model = wrap(sharded(policy), policy, hosts=2)
-        once(model, data(rank, 0))
+        step(model, rank)
         model.set_requires_all_reduce(False)
         tagc.compressor(model).before_capture()
         with capturing(), pytest.raises(RuntimeError, match="micro-batches wait for a later one"):
-            once(model, data(rank, 0))
+            step(model, rank)
     dist.barrier()
 
 
 @on_ranks(2)
 def test_dimensions(rank: int, world_size: int) -> None:
     """What a graph sends in a mesh's dimensions is counted in every replay."""
-    coded: dict[str, Any] = {"kind": "quantized", "bits": 8}
-    exact = {"kind": "exact"}
-    for name, codec in (("tp", coded), ("cp", exact)):
+
+    def with_rule(name: str, codec: dict[str, Any]) -> tuple[Any, Any]:
         policy = gradients(QUANTIZED) | {"dimensions": {name: {"codec": codec}}}
         mesh = tagc.init_device_mesh("cpu", (2,), mesh_dim_names=(name,), policy=policy)
-        with tapes():
-            model = wrap(sharded(policy), policy, hosts=None)
-            handle = tagc.compressor(model)
-            once(model, data(rank, 0))
-            if codec is exact:
-                with pytest.raises(ValueError, match="ranks of dimension 'cp' agree on the size"):
-                    handle.before_capture()
-                break
-            handle.before_capture()
-            with (
-                capturing(),
-                patch.object(torch.cuda, "is_available", lambda: True),
-                patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
-                tagc.activations(),
-            ):
-                once(model, data(rank, 0))
-                dist.all_reduce(torch.ones(1 << 14), group=mesh.get_group())
-        sent = handle.metrics().dimensions["tp"]
-        assert 0 < sent.wire_bytes < sent.dense_bytes
-        handle.before_replay()
-        twice = handle.metrics().dimensions["tp"]
-        assert (twice.wire_bytes, twice.dense_bytes) == (2 * sent.wire_bytes, 2 * sent.dense_bytes)
+        return wrap(sharded(policy), policy, hosts=None), mesh.get_group()
+
+    with tapes():
+        model, group = with_rule("tp", {"kind": "quantized", "bits": 8})
+        handle = tagc.compressor(model)
+        step(model, rank)
+        handle.before_capture()
+        with (
+            capturing(),
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+            tagc.activations(),
+        ):
+            step(model, rank)
+            dist.all_reduce(torch.ones(1 << 14), group=group)
+    sent = handle.metrics().dimensions["tp"]
+    assert 0 < sent.wire_bytes < sent.dense_bytes
+    handle.before_replay()
+    twice = handle.metrics().dimensions["tp"]
+    assert (twice.wire_bytes, twice.dense_bytes) == (2 * sent.wire_bytes, 2 * sent.dense_bytes)
+
+    exact = tagc.compressor(with_rule("cp", {"kind": "exact"})[0])
+    with pytest.raises(ValueError, match="ranks of dimension 'cp' agree on the size"):
+        exact.before_capture()

@@ -18,9 +18,8 @@ from parity.model import loss_of as loss_of_blocks
 from support import oracle
 from support.block_net import recomputing, wrap
 from support.distributed import on_ranks
-from support.exact import EXACT, equal
+from support.exact import EXACT
 from support.gathering import gathering, recorded
-from support.marks import covering, slow
 from support.small_net import local_weights, loss_of, net, sharded, train
 from support.units import gathered
 from tagc.collect import CopyGatherer
@@ -38,11 +37,6 @@ def delta(bits: int = 4, **more: Any) -> dict[str, Any]:
 def wrapped(codec: dict[str, Any], hosts: Any = None, model: Any = None, **options: Any) -> Any:
     model = sharded(**options) if model is None else model
     return wrap(model, gathering(codec, MATRICES), hosts=hosts)
-
-
-def hosts_of(world_size: int) -> int | None:
-    """Four ranks on two hosts."""
-    return 2 if world_size == 4 else None
 
 
 def planned(compressor: Any) -> float:
@@ -89,16 +83,18 @@ def changed_rows(rows: Tensor, shards: Tensor, bits: int, by_chance: bool) -> Te
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "bits", "dtype", "rounding"),
-    covering((3, 4, 2), (4, 8), (torch.float32, torch.bfloat16), ("nearest", "stochastic")),
+    [(3, 4, torch.float32, "nearest"), (4, 8, torch.bfloat16, "stochastic")],
 )
 def test_every_rank_has_the_copy_that_messages_make(
     rank: int, world_size: int, bits: int, dtype: torch.dtype, rounding: str
 ) -> None:
-    """Whole in the first step, then by changes in the forward, and read as it is in backward."""
+    """Whole in the first step, then by changes in the forward, and read as it is in backward. Four
+    ranks are on two hosts."""
     calls: list[Any] = []
     mixed = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
+    hosts = 2 if world_size == 4 else None
     with recorded(calls):
-        model = wrapped(delta(bits, rounding=rounding), hosts_of(world_size), mp_policy=mixed)
+        model = wrapped(delta(bits, rounding=rounding), hosts, mp_policy=mixed)
         train(model, rank, 3)
     expected: dict[int, Tensor] = {}
     exchanges, lags = 0, []
@@ -122,52 +118,44 @@ def test_every_rank_has_the_copy_that_messages_make(
     assert any(lags)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "reshard"), covering((2, 4), (True, False)))
-def test_bytes_are_those_of_the_plan(rank: int, world_size: int, reshard: bool) -> None:
+@on_ranks(4)
+def test_bytes_are_those_of_the_plan(rank: int, world_size: int) -> None:
     """Whole once; then a message a step, and nothing in backward or in further forwards: two
     backwards that both reduce, and evaluations between them, have the bits of one alone."""
-    model = wrapped(delta(), hosts_of(world_size), reshard_after_forward=reshard)
-    plain = wrapped(delta(), hosts_of(world_size), reshard_after_forward=reshard)
+    model, plain = wrapped(delta(), hosts=2), wrapped(delta(), hosts=2)
     compressor = tagc.compressor(model)
     whole = sum(4 * unit.columns for unit in compressor.plan().parameters)
     inside = sum(map(bytes_inside, compressor.plan().parameters))
     train(model, rank, 1)
     train(plain, rank, 1)
     assert compressor.parameter_wire_bytes == whole
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
-    for step in range(2):
-        before = compressor.parameter_wire_bytes
-        for m, optimizer in zip((model, plain), optimizers, strict=True):
-            for micro in range(2):
-                if m is model:
-                    evaluate(m, rank)
-                loss_of(m, rank, 2 * step + micro).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert compressor.parameter_wire_bytes - before == planned(compressor)
-        torch.testing.assert_close(local_weights(model), local_weights(plain), **EXACT)
-    sent_inside = compressor.metrics().parameter_inside_wire_bytes
-    assert (sent_inside >= 4 * inside > 0) == (world_size == 4)
+    for m in (model, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.05)
+        for micro in range(2):
+            if m is model:
+                evaluate(m, rank)
+            loss_of(m, rank, micro).backward()
+        optimizer.step()
+    assert compressor.parameter_wire_bytes - whole == planned(compressor)
+    torch.testing.assert_close(local_weights(model), local_weights(plain), **EXACT)
+    assert compressor.metrics().parameter_inside_wire_bytes >= 2 * inside > 0
     stored = sum(g.copy.nbytes for g in compressor.gatherers if isinstance(g, CopyGatherer))
     assert sum(row.stored_bytes for row in compressor.plan().rows) == stored > 0
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", [slow("inside"), slow("wrapper"), "around", "reentrant around"])
-def test_a_backward_reads_what_its_forward_did(rank: int, world_size: int, how: str) -> None:
-    """In forwards that a backward does once more, too, after reductions of the same unit; and where
-    a second forward comes before the backwards."""
+def test_a_backward_reads_what_its_forward_did(rank: int, world_size: int) -> None:
+    """Also if a backward repeats the forward, after reductions of the same unit, and if a second
+    forward comes before the backwards."""
     calls: list[Any] = []
     with recorded(calls):
-        model = wrap(recomputing(how), gathering(delta(), "*.weight"))
+        model = wrap(recomputing("reentrant around"), gathering(delta(), "*.weight"))
     optimizer = Descent(model)
     compressor = tagc.compressor(model)
-    for step in range(3):
+    for step in range(2):
         calls.clear()
         sent = compressor.parameter_wire_bytes
-        forwards = 1 + (step % 2 and "around" in how)
-        losses = [loss_of_blocks(model, rank, 2 * step + i) for i in range(forwards)]
+        losses = [loss_of_blocks(model, rank, 2 * step + i) for i in range(1 + step)]
         for loss in reversed(losses):
             loss.backward()
         outs: dict[int, Tensor] = {}
@@ -198,38 +186,27 @@ def test_not_finite_parameters_are_visible(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_several_optimizers_and_one_from_before(rank: int, world_size: int) -> None:
-    """Each steps when it likes; some parameters have none."""
-    model = sharded()
-    parameters = list(model.parameters())
+    """Each steps when it likes; some parameters have none, and frozen ones go once."""
+    model = net()
+    model.second.requires_grad_(False)
+    for module in (model.first[2], model.first, model.second, model):
+        fully_shard(module)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     first = torch.optim.SGD(parameters[:3], lr=0.05)
     wrapped(delta(8), model=model)
     second = torch.optim.AdamW(parameters[3:-1], lr=0.01)
     compressor = tagc.compressor(model)
-    for step in range(4):
+    for step in range(3):
         loss_of(model, rank, step).backward()
         evaluate(model, rank)
         (first if step % 2 else second).step()
         model.zero_grad()
+    loss_of(model, rank, 3)
     assert compressor.metrics().parameter_error < 1e-3
+    (frozen,) = (g for g in compressor.gatherers if g.plan.info.name == "second")
+    assert frozen.wire_bytes == 4 * frozen.plan.columns
     compressor.remove()
     first.step()
-
-
-@on_ranks(2)
-def test_frozen_parameters_go_once(rank: int, world_size: int) -> None:
-    model = net()
-    for p in model.second.parameters():
-        p.requires_grad_(False)
-    for module in (model.first[2], model.first, model.second, model):
-        fully_shard(module)
-    wrapped(delta(), model=model)
-    (frozen,) = (g for g in tagc.compressor(model).gatherers if g.plan.info.name == "second")
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for step in range(3):
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert frozen.wire_bytes == 4 * frozen.plan.columns
 
 
 @on_ranks(2)
@@ -296,20 +273,6 @@ def test_a_step_between_a_forward_and_its_backward(rank: int, world_size: int) -
         losses[0].backward()
 
 
-@on_ranks(2)
-def test_new_tensors_for_some_of_the_parameters(rank: int, world_size: int) -> None:
-    """``assign=True`` gives FSDP others, and a new optimizer has them; for the rest it has those
-    that were known."""
-    model = wrapped(delta(8))
-    train(model, rank, 2)
-    loaded = {k: v.clone() for k, v in model.state_dict().items() if k.startswith("second")}
-    model.load_state_dict(loaded, strict=False, assign=True)
-    tagc.compressor(model).refresh()
-    train(model, rank, 3)
-    loss_of(model, rank, 0)
-    assert tagc.compressor(model).metrics().parameter_error < 1e-3
-
-
 class Closure:
     """Of a full batch; all ranks get the same loss, or they would not make the same steps."""
 
@@ -327,12 +290,8 @@ class Closure:
         return mean / 2
 
 
-@pytest.mark.some(1)
 @on_ranks(2)
-@pytest.mark.parametrize("search", ["strong_wolfe", None])
-def test_a_closure_that_is_called_several_times_in_a_step(
-    rank: int, world_size: int, search: str | None
-) -> None:
+def test_a_closure_that_is_called_several_times_in_a_step(rank: int, world_size: int) -> None:
     """LBFGS moves weights between the calls: every one of them sends what has changed."""
     losses = []
     for policy in (None, gathering(delta(8))):
@@ -343,39 +302,15 @@ def test_a_closure_that_is_called_several_times_in_a_step(
             fully_shard(module)
         if policy is not None:
             wrap(model, policy, hosts=None)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
         closure = Closure(model, optimizer, rank)
-        for _ in range(4):
+        for _ in range(2):
             optimizer.step(closure)
             with torch.no_grad():
                 model(closure.x)
-        assert closure.calls > 8
+        assert closure.calls > 4
         losses.append(float(closure()))
-    assert losses[1] < 0.7
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=200)
-@pytest.mark.parametrize("with_closure", [False, True])
-def test_a_compiled_step(rank: int, world_size: int, with_closure: bool) -> None:
-    """The compiler does not trace what tagc does around it."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-    found = []
-    for compiled in (False, True):
-        model = wrapped(delta())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        if not with_closure:
-            tagc.compressor(model).keep_rates(optimizer, second_moment=True)
-        if compiled:
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        for step in range(3):
-            loss = loss_of(model, rank, step)
-            loss.backward()
-            optimizer.step(*[loss.detach] * with_closure)
-            optimizer.zero_grad()
-        found.append(tagc.compressor(model).state_dict())
-    equal(*found)
 
 
 class Raises(torch.optim.SGD):
@@ -404,8 +339,7 @@ def test_a_step_that_raises_on_one_rank(rank: int, world_size: int) -> None:
             optimizer.step()
     else:
         optimizer.step()
-    for _ in range(2):
-        evaluate(model, rank)
-    train(model, rank, 2)
+    evaluate(model, rank)
+    train(model, rank, 1)
     evaluate(model, rank)
     assert tagc.compressor(model).metrics().parameter_error < 1e-2

@@ -78,7 +78,7 @@ def test_masks_and_constants_arrive_as_they_are(rank: int, world_size: int) -> N
         exact = {name: p.detach().to(dtype) for name, p in Masked(dtype).named_parameters()}
         model = wrapped(codec, dtype)
         optimizer = torch.optim.SGD([model.trained], lr=0.1)
-        for _ in range(3):
+        for _ in range(2):
             seen = step(model, optimizer)
             for name in MASKS:
                 if codec["kind"] == "dense" and name in ("binary", "constant"):
@@ -112,7 +112,7 @@ def test_only_one_rank_sees_a_mask(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_masks_that_are_written_later_are_an_error_on_all_ranks(rank: int, world_size: int) -> None:
-    for dtype, bad in ((F32, -math.inf), (BF16, math.nan), (F16, torch.finfo(F16).min)):
+    for dtype, bad in ((BF16, math.nan), (F16, torch.finfo(F16).min)):
         model = wrapped(INT8, dtype)
         with torch.no_grad():
             local: Any = model.weights.to_local()

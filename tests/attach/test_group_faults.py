@@ -87,9 +87,9 @@ FAULTS: list[tuple[str, Callable[[Any], object] | None]] = [
 
 
 @on_ranks(3, timeout=230)
-@pytest.mark.parametrize("first", [0, slow(1), slow(2), slow(3)])
-def test_a_rank_that_stops_or_differs(rank: int, world_size: int, first: int) -> None:
-    for kind, other in FAULTS[first::4]:
+@pytest.mark.parametrize("some", [slice(0, None, 8), slow(slice(0, None))], ids=["few", "all"])
+def test_a_rank_that_stops_or_differs(rank: int, world_size: int, some: slice) -> None:
+    for kind, other in FAULTS[some]:
         group = impatient()
         with tagc.activations():
             collective(kind, group)  # connections are there
@@ -124,8 +124,8 @@ def test_a_stage_that_gets_nothing(rank: int, world_size: int) -> None:
 
 
 def test_what_torch_would_call_with_pythons_lock_held() -> None:
-    """torch looks for these methods in Python. If it finds none, it calls its own with the lock;
-    see the next test."""
+    """torch looks for these methods in Python. If it finds none, it calls its own with the lock,
+    which threads of gloo need to free tensors."""
     (header,) = Path(torch.__file__).parent.glob("include/**/c10d/**/PyProcessGroup.hpp")
     text = re.sub(r"//.*|/\*.*?\*/", "", header.read_text())
     looked_for = set(re.findall(r"WORK_OVERRIDE\(\s*ProcessGroup,\s*(\w+)", text))
@@ -135,20 +135,3 @@ def test_what_torch_would_call_with_pythons_lock_held() -> None:
     # Nobody calls these of a group in Python from C++, or they meet no lock of gloo's.
     looked_for -= {"reconfigure", "recvAnysource", "start_coalescing", "end_coalescing"}
     assert looked_for <= vars(CompressedGroup).keys(), looked_for - vars(CompressedGroup).keys()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_threads_of_gloo_that_free_tensors(rank: int, world_size: int) -> None:
-    """They need Python's lock while they hold gloo's. While torch started broadcasts (2.15: also
-    scatters) with Python's lock held, most runs as long as this hung."""
-    group = impatient(10.0)
-    for _ in range(3000):
-        out, given = torch.empty(2000), [torch.ones(2000)] * world_size
-        work: Any = dist.scatter(
-            out, given if rank == 0 else None, group=group, async_op=True, group_src=0
-        )
-        work.wait()
-        del work, out, given
-        dist.broadcast(torch.ones(2), group=group, group_src=0)
-    dist.barrier(group=group)

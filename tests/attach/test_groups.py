@@ -24,65 +24,45 @@ from tagc.codecs.rows import ExponentCoder, RowCoder
 from tagc.collect.transport import all_gather, reduce_scatter
 from tagc.groups.activations import SMALL_MESSAGE
 from tagc.groups.mesh import bytes_by_dimension
-from tagc.ops import get_ops
-from tagc.ops.blocks import BlockLayout
 
 N = 3 * SMALL_MESSAGE + 40
 """Elements for one rank: not a multiple of a row."""
 
 
-STOCHASTIC = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
-
-
-def test_the_arithmetic_of_these_tests_is_that_of_the_operators() -> None:
-    t = torch.randn(4096)
-    layout = BlockLayout(numel=4096, bits=8, block=64)
-    message, out = torch.empty(1, layout.words, dtype=torch.int32), torch.empty(1, 4096)
-    ops = get_ops("cpu", "reference")
-    ops.quantize(t[None], None, message, layout=layout, average=0.0)
-    ops.dequantize(message[None], out, layout=layout, divisor=1)
-    assert torch.equal(out[0], coded(t))
-
-
 @on_ranks(2)
 def test_stochastic_rounding(rank: int, world_size: int) -> None:
     """Right on average, and the same bits for the same elements."""
-    mesh: Any = tagc.init_device_mesh(
-        "cpu",
-        (2,),
-        mesh_dim_names=("tp",),
-        policy=policy() | {"dimensions": {"tp": {"codec": STOCHASTIC}}},
-    )
-    group = mesh.get_group()
-    for dtype in (torch.float32, torch.bfloat16):
-        means = torch.zeros(N)
-        for turn in range(32):
-            t = torch.full((N,), 0.3, dtype=dtype)
-            t[::32] = 7  # the largest of each block, and 7 codes
-            t[1] = turn / 32  # other elements, other chance
-            sent = t.expand(2, -1).contiguous()
-            out = [torch.empty(N, dtype=dtype) for _ in range(2)]
+    codec = {"kind": "quantized", "bits": 4, "block": 32, "rounding": "stochastic"}
+    by_chance = policy() | {"dimensions": {"tp": {"codec": codec}}}
+    mesh: Any = tagc.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), policy=by_chance)
+    turns, means = 16, torch.zeros(N)
+    for turn in range(turns):
+        t = torch.full((N,), 0.3)
+        t[::32] = 7  # the largest of each block, and 7 codes
+        t[1] = turn / turns  # other elements, other chance
+        found = []
+        for _ in range(2):
+            out = [torch.empty(N) for _ in range(2)]
             with tagc.activations():
-                dist.all_gather(out, sent[rank], group=group)
-                again = [torch.empty(N, dtype=dtype) for _ in range(2)]
-                dist.all_gather(again, sent[rank], group=group)
-            assert torch.equal(torch.stack(out), torch.stack(again))
-            means += out[0].float() / 32
-        # 32 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes:
-        # the standard deviation is 0.0052.
-        assert abs(means[2:256].mean() - t[2:256].float().mean()) < 0.02
+                dist.all_gather(out, t, group=mesh.get_group())
+            found.append(torch.stack(out))
+        assert torch.equal(*found)
+        means += found[0][0] / turns
+    # 16 draws of 1 with the chance 0.3 for 247 elements of the first row, whose seed changes: the
+    # standard deviation is 0.0073.
+    assert abs(means[2:256].mean() - t[2:256].mean()) < 0.025
 
 
 @on_ranks(2)
 def test_what_travels_as_it_is(rank: int, world_size: int) -> None:
-    """To the bit: integers, small tensors, maxima, wide floats, and everything that is no
-    activation, such as a parameter for a checkpoint."""
+    """To the bit: maxima, wide floats, complex numbers, and everything that is no activation, such
+    as a parameter for a checkpoint."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = mesh_of(2)
     group = mesh.get_group()
     both = torch.randn(2, 4 * N, generator=torch.Generator().manual_seed(1))
-    mine = both[rank]
+    z = torch.complex(both[:, : 2 * N], both[:, 2 * N :])
 
     def reduced(t: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         t = t.clone()
@@ -90,23 +70,13 @@ def test_what_travels_as_it_is(rank: int, world_size: int) -> None:
         return t
 
     with tagc.activations():
-        assert torch.equal(reduced(mine, dist.ReduceOp.MAX), both.amax(0))
-        assert torch.equal(reduced(mine[:100]), both[:, :100].sum(0))
-        assert torch.equal(reduced(mine.double()), both.double().sum(0))
-        assert torch.equal(reduced((mine * 100).long()), (both * 100).long().sum(0))
-        assert not torch.equal(reduced(mine), both.sum(0))
-        z = torch.complex(both[:, : 2 * N], both[:, 2 * N :])
+        assert torch.equal(reduced(both[rank], dist.ReduceOp.MAX), both.amax(0))
+        assert torch.equal(reduced(both[rank].double()), both.double().sum(0))
         assert torch.equal(reduced(z[rank]), z.sum(0))
         dist.all_gather(parts := [torch.empty_like(z[0]) for _ in range(2)], z[rank], group=group)
         assert torch.equal(torch.stack(parts), z)
         dist.all_to_all_single(out := torch.empty_like(z[0]), z[rank], group=group)
         assert torch.equal(out.view(2, -1), z.view(2, 2, -1)[:, rank])
-    sending = dist.isend(z[rank], group=group, group_dst=1 - rank)
-    dist.recv(out, group=group, group_src=1 - rank)
-    assert sending is not None
-    sending.wait()
-    assert torch.equal(out, z[1 - rank])
-    assert torch.equal(reduced(mine), both.sum(0))
     weight = both.view(-1, 64)
     assert torch.equal(distribute_tensor(weight, mesh, [Shard(0)]).full_tensor(), weight)
 
@@ -350,7 +320,7 @@ def wrong(program: list[Call], rank: int, group: Any) -> str:
     return ""
 
 
-@on_ranks(2, slow(3))
+@on_ranks(2)
 @pytest.mark.parametrize(("bits", "block"), [(8, 64), (4, 32), (0, 0)])
 @pytest.mark.parametrize("seeds", [range(6), slow(range(6, 150))], ids=str)
 def test_random_programs(rank: int, world_size: int, seeds: range, bits: int, block: int) -> None:
@@ -379,7 +349,7 @@ def one_by_one(group: Any, rank: int) -> Any:
     return patch("tagc.collect.transport.dist.all_to_all", all_to_all)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_random_programs_where_receivers_must_know_lengths(rank: int, world_size: int) -> None:
     """As on NCCL. Codec ``exact`` agrees on the length of messages, also with ranks that have only
     small ones."""

@@ -13,14 +13,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import tagc
 from parity.model import loss_of
-from parity.option import wrap_blocks
+from parity.option import once
 from support import oracle, small_net
 from support.block_net import net, recomputing, sharded, wrap
 from support.distributed import on_ranks
 from support.exact import EXACT
 from support.failing import fails
 from support.gathering import INT8, KEPT, gathering, recorded
-from support.marks import slow
 from support.small_net import local_grads, local_weights
 from support.units import gathered
 
@@ -32,10 +31,10 @@ def wrapped(codec: dict[str, Any], **options: Any) -> Any:
 # Messages
 
 
-@pytest.mark.some(3)
-@on_ranks(2, 3)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "bits", "dtype"), [(2, 4, torch.bfloat16), (3, 8, torch.float32)]
+)
 def test_all_ranks_get_every_shard_rounded_to_its_blocks(
     rank: int, world_size: int, bits: int, dtype: torch.dtype
 ) -> None:
@@ -61,22 +60,6 @@ def test_all_ranks_get_every_shard_rounded_to_its_blocks(
     assert changed
 
 
-@on_ranks(2, slow(3))
-def test_a_kept_message_changes_bytes_and_nothing_else(rank: int, world_size: int) -> None:
-    twice, once = wrapped(INT8), wrapped(KEPT)
-    histories = [small_net.train(model, rank, 2) for model in (once, twice)]
-    torch.testing.assert_close(*histories, **EXACT)
-    for model in (twice, once):
-        plan, metrics = tagc.compressor(model).plan(), tagc.compressor(model).metrics()
-        rows = [row for row in plan.rows if row.direction == "parameters"]
-        sent = 2 * sum(row.wire_bytes for row in rows)
-        assert metrics.parameter_wire_bytes == pytest.approx(sent)
-        assert metrics.parameter_dense_bytes == 2 * sum(row.dense_bytes for row in rows)
-    kept, again = (tagc.compressor(m).metrics().parameter_wire_bytes for m in (once, twice))
-    assert kept < again
-    assert sum(row.stored_bytes for row in tagc.compressor(once).plan().rows) > 0
-
-
 @on_ranks(2)
 def test_the_error_is_measured(rank: int, world_size: int) -> None:
     # A step is 1/7 or 1/127 of the largest of 32, so the error about 1/20 or 1/400.
@@ -97,10 +80,6 @@ def set_resharding(model: Any, resharding: bool) -> None:
             module.set_reshard_after_forward(resharding)
 
 
-def once(model: Any, rank: int, step: int) -> None:
-    loss_of(model, rank, step).backward()
-
-
 def staying_after_backward(model: Any, rank: int, step: int) -> None:
     """Micro-batches with ``set_reshard_after_backward(False)``, the last one with True."""
     for micro in range(3):
@@ -115,14 +94,6 @@ def with_other_forwards(model: Any, rank: int, step: int) -> None:
         loss_of(model, rank, 50)
     loss_of(model, rank, step).backward()
     loss_of(model, rank, 60)
-
-
-WAYS: dict[str, tuple[Any, Any]] = {
-    **{how: (lambda how=how: recomputing(how), once) for how in ("around", "reentrant around")},
-    "called twice": (lambda: sharded(net(times=2)), once),
-    "staying after backward": (lambda: sharded(net()), staying_after_backward),
-    "other forwards": (lambda: sharded(net()), with_other_forwards),
-}
 
 
 def check_kept(rank: int, make: Any, backward: Any, steps: int = 3) -> None:
@@ -152,25 +123,20 @@ def check_kept(rank: int, make: Any, backward: Any, steps: int = 3) -> None:
 
 @on_ranks(2, timeout=200)
 def test_kept_parameters(rank: int, world_size: int) -> None:
-    for make, backward in WAYS.values():
-        check_kept(rank, make, backward, steps=2)
+    check_kept(rank, lambda: recomputing("reentrant around"), once, steps=2)
+    for backward in (staying_after_backward, with_other_forwards):
+        check_kept(rank, lambda: sharded(net()), backward, steps=2)
 
 
-@pytest.mark.some(1)
 @on_ranks(2)
-@pytest.mark.parametrize("by", ["no_grad", "inference_mode", "unshard"])
-def test_a_forward_that_finds_its_parameters_gathered(rank: int, world_size: int, by: str) -> None:
+def test_a_forward_that_finds_its_parameters_gathered(rank: int, world_size: int) -> None:
     """With resharding off a backward gathers nothing, and the kept message outlives the step. A
     later forward may gather nothing either: its backward must not read that message."""
 
     def backward(model: Any, rank: int, step: int) -> None:
         set_resharding(model, False)
-        if by == "unshard":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.unshard()
-        elif step:  # FSDP's first forward makes tensors, which training could not use
-            with getattr(torch, by)():
+        if step:  # FSDP's first forward makes tensors
+            with torch.no_grad():
                 loss_of(model, rank, 50)
         set_resharding(model, step % 2 == 1)
         loss_of(model, rank, step).backward()
@@ -181,54 +147,36 @@ def test_a_forward_that_finds_its_parameters_gathered(rank: int, world_size: int
 # Other forwards and writes between a forward and its backward
 
 
-def with_others(model: Any, by_data: bool, body: Any) -> None:
+def with_others(model: Any, body: Any) -> None:
     """Run ``body`` with other weights in the model, then swap its own back in."""
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def swap(weights: Any) -> None:
         with torch.no_grad():
             for name, p in model.named_parameters():
-                (p.data if by_data else p).copy_(weights(name))
+                p.data.copy_(weights(name))
 
     swap(lambda name: own[name] * 3 + 0.1)
     body()
     swap(own.get)
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "how", "mode", "by_data"),
-    [
-        slow(2, "plain", "inference_mode", True),
-        slow(2, "inside", "no_grad", False),
-        slow(2, "inside", "no_grad", True),
-        (2, "reentrant inside", "no_grad", True),
-        (2, "wrapper", "inference_mode", False),
-        slow(4, "halves", "no_grad", False),
-    ],
-)
+@on_ranks(2)
 def test_a_forward_that_autograd_does_not_record_changes_nothing(
-    rank: int, world_size: int, how: str, mode: str, by_data: bool
+    rank: int, world_size: int
 ) -> None:
-    """A teacher, or an evaluation of averaged weights, between a forward and its backward; with
-    checkpoints of all kinds, and parameters that are resharded to a smaller group."""
-
-    def make() -> Any:
-        model = net(recompute={"inside": True, "reentrant inside": "reentrant"}.get(how, False))
-        if how == "wrapper":
-            wrap_blocks(model)
-        return sharded(model, reshard_after_forward=2 if how == "halves" else True)
+    """A teacher, or an evaluation of averaged weights, between a forward and its backward."""
 
     def teach(model: Any) -> None:
-        with getattr(torch, mode)(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a checkpoint that is not recorded
             loss_of(model, rank, 1)
 
     grads = []
     for codec in (INT8, KEPT):
-        model = wrap(make(), gathering(codec))
+        model = wrap(sharded(net(recompute="reentrant")), gathering(codec))
         loss = loss_of(model, rank, 0)
-        with_others(model, by_data, lambda model=model: teach(model))
+        with_others(model, lambda model=model: teach(model))
         loss.backward()
         grads.append(local_grads(model))
     torch.testing.assert_close(grads[1], grads[0], **EXACT)
@@ -237,50 +185,36 @@ def test_a_forward_that_autograd_does_not_record_changes_nothing(
 @on_ranks(2)
 def test_parameters_that_change_before_backward(rank: int, world_size: int) -> None:
     """FSDP would gather the new ones; a backward that sends nothing must not go on silently."""
-    for fused in (False, True):
-        model = wrap(sharded(net()), gathering(KEPT))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        loss_of(model, rank, 0).backward()
-        loss = loss_of(model, rank, 1)
-        optimizer.step()
-        kind, text = fails(loss.backward)
-        assert kind == "RuntimeError", text
-        assert "parameters of unit 'blocks.1' changed between a forward and its backward" in text
-        assert "'keep_for_backward: false'" in text
+    model = wrap(sharded(net()), gathering(KEPT))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    loss_of(model, rank, 0).backward()
+    loss = loss_of(model, rank, 1)
+    optimizer.step()
+    kind, text = fails(loss.backward)
+    assert kind == "RuntimeError", text
+    assert "parameters of unit 'blocks.1' changed between a forward and its backward" in text
+    assert "'keep_for_backward: false'" in text
     # Only one message is kept: of two recorded forwards it is the wrong one for the first.
     model = wrap(sharded(net()), gathering(KEPT))
     loss = loss_of(model, rank, 0)
-    with_others(model, True, lambda: loss_of(model, rank, 1))
+    with_others(model, lambda: loss_of(model, rank, 1))
     kind, text = fails(loss.backward)
     assert (kind, "changed between a forward and its" in text) == ("RuntimeError", True), text
-
-
-class Blocks(nn.Module):
-    """Sharded blocks, and nothing above them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().sum()
 
 
 @on_ranks(2)
 def test_blocks_without_a_root_are_roots(rank: int, world_size: int) -> None:
     """FSDP gathers them once, so there is nothing to keep."""
     torch.manual_seed(1)
-    model = Blocks()
-    for block in model.blocks:
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+    for block in model:
         fully_shard(block)
     calls: list[Any] = []
     with recorded(calls):
         wrap(model, gathering(KEPT))
     compressor = tagc.compressor(model)
     before = compressor.metrics().parameter_wire_bytes
-    model(torch.randn(5, 24)).backward()
+    model(torch.randn(5, 24)).sum().backward()
     assert len(calls) == 3
     plans = [gatherer.plan for gatherer in compressor.gatherers]
     assert [plan.info.per_step for plan in plans] == [1, 1, 1]

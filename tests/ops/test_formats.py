@@ -57,12 +57,13 @@ def test_words_of_layouts():
     assert MatrixLayout(rows=0, columns=5).words == 0
     several = MatrixLayout(rows=5, columns=70, bits=2, count=3)
     assert (several.numel, several.words, several.one) == (3 * 350, 3 * 37, layout)
-    both = Matrices((several, grouped))
-    assert (both.numel, both.words) == (4 * 350, 3 * 37 + grouped.words)
+    other = MatrixLayout(rows=7, columns=50, bits=2)
+    both = Matrices((several, other))
+    assert (both.numel, both.words) == (4 * 350, 3 * 37 + other.words)
     assert [*parts_of(both)][1:] == [
         (layout, slice(350, 700), slice(37, 74)),
         (layout, slice(700, 1050), slice(74, 111)),
-        (grouped, slice(1050, 1400), slice(111, 111 + grouped.words)),
+        (other, slice(1050, 1400), slice(111, 111 + other.words)),
     ]
 
 

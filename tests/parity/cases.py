@@ -58,7 +58,7 @@ def cases() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Of a row in five, but for the slow ones, a case: in turn `dense`, and the others in turn.
+    """Of a row in ten, but for the slow ones, a case: in turn `dense`, and the others in turn.
 
     What is dense goes the same way for all APIs and ranks: most have it with the plain option only.
     Hosts and replicas, on four ranks each, have every other row.
@@ -83,4 +83,4 @@ def quick_cases() -> list[Case]:
             chosen = some[0]
         if wanted or option == "plain":
             found.append(chosen)
-    return [case for i, case in enumerate(found) if i % 5 == 4]
+    return [case for i, case in enumerate(found) if i % 10 == 4]

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
 )
 
 from support.small_net import loss_of, net
-from support.units import policy
 
 FSDP = FullyShardedDataParallel
 CPU = torch.device("cpu")
@@ -26,7 +25,6 @@ UNITS = {
     "first.2": ("first.2.weight", "first.2.bias"),
     "second": ("second.0.weight", "second.0.bias", "second.2.weight", "second.2.bias"),
 }
-WEIGHTS = policy(({"name": "*.weight"}, 0.3))
 
 
 def nested(wrapped: Callable[[nn.Module], Any]) -> Any:
@@ -53,10 +51,6 @@ def local_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """This rank's gradient shards; flat ones without ``use_orig_params``."""
     named = {clean(name): p.grad for name, p in model.named_parameters()}
     return {name: None if grad is None else grad.clone() for name, grad in named.items()}
-
-
-def local_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
 
 
 def clean(name: str) -> str:
