@@ -42,8 +42,9 @@ def of_unit(made: UnitPlan) -> Spans:
     return tuple((s.start, s.stop) for s in made.compressed)
 
 
-@pytest.mark.parametrize(("ranks", "divisor"), [(2, 2), (4, 1)])
-@pytest.mark.parametrize(("noise", "common"), [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("ranks", "divisor", "noise", "common"), [(2, 2, 0.0, 0.0), (2, 2, 1.0, 0.0), (4, 1, 1.0, 1.0)]
+)
 def test_factors_are_those_of_the_dense_gradient(
     ranks: int, divisor: int, noise: float, common: float
 ) -> None:

@@ -1,4 +1,4 @@
-"""One unit's compressed reduce-scatter against formulas, on 2 to 4 ranks."""
+"""One unit's compressed reduce-scatter against formulas."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.distributed import on_ranks
+from support.exact import EXACT
 from support.launching import sketch_of
 from support.marks import slow
 from support.units import reduce, spiky, unit_plan, unit_reducer
@@ -25,7 +26,6 @@ from tagc.ops.symbols import Symbol
 from tagc.plan import UnitPlan
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-EXACT: Any = {"rtol": 0, "atol": 0}
 
 
 def quantizer(symbol: Symbol, reducer: UnitReducer, i: int, owner: int) -> tuple[int, float]:
@@ -96,23 +96,20 @@ class Oracle:
         return sent.view(-1)[:n]
 
 
-@pytest.mark.some(3)
-@on_ranks(slow(2), 3, slow(4))
-@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("symbol", "stored", "dtype", "op"),
     [
-        ("int8x4", "float32", torch.float32, AVG),
         ("int8x4", "bfloat16", torch.bfloat16, SUM),
-        ("int16x2", "float32", torch.bfloat16, AVG),
-        ("int32x1", "float32", torch.float32, SUM),
+        ("int32x1", "float32", torch.float32, AVG),
+        slow("int16x2", "float32", torch.bfloat16, AVG),
     ],
 )
 def test_output_is_the_sum_of_what_ranks_send(
-    rank: int, world_size: int, ops: str, symbol: str, stored: str, dtype: torch.dtype, op: Any
+    rank: int, world_size: int, symbol: str, stored: str, dtype: torch.dtype, op: Any
 ) -> None:
     plan = unit_plan(world_size, dtype, symbol=symbol, stored=stored)
-    reducer, oracle = unit_reducer(plan, ops), Oracle(plan)
+    reducer, oracle = unit_reducer(plan), Oracle(plan)
     divisor = world_size if op == AVG else 1
     boosted = False
     for step in range(6):

@@ -6,29 +6,19 @@ work with it, and its block may be another stream's by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import tagc
-from parity.model import loss_of as token_loss
 from support import small_net
-from support.block_net import net, sharded, wrap
 from support.distributed import on_ranks
-from support.gathering import gathered_in
-from support.marks import slow
 from support.small_net import loss_of
-from support.states import POLICIES, QUANTIZED, shipped, wrapped
+from support.states import MATRIX, QUANTIZED, SKETCH
 from tagc.codecs.workspace import Workspace
 from tagc.collect.replay import Replay
-from tagc.policy import data_parallel_policies
-
-SHIPPED = data_parallel_policies()
-# Of every kind of state one that has it.
-QUICK = ("matrix lead", "sketch shared", "thrifty")
 
 
 def tensors_of(thing: Any, seen: set[int], at: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -63,14 +53,32 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return sorted((before.keys() | after.keys()) - same)
 
 
-def check(model: nn.Module, rank: int, loss: Callable[..., Tensor]) -> None:
+def rule(names: list[str], codec: dict[str, Any], feedback: dict[str, Any]) -> dict[str, Any]:
+    return {"when": {"name": names}, "codec": codec, "feedback": feedback}
+
+
+LEAD = {"kind": "residual", "lead": 0.5}
+GRADIENTS = [
+    rule(["first.*.weight"], SKETCH | {"support": "shared"}, {"kind": "residual"}),
+    rule(["second.0.weight"], MATRIX | {"level": 1.3}, LEAD),
+    rule(["*.weight"], QUANTIZED, {"kind": "average"}),
+]
+REPLICAS = [rule(["*.weight"], QUANTIZED, LEAD)]
+PARAMETERS = [{"when": {"name": ["second.*.weight"]}, "codec": {"kind": "delta", "bits": 4}}]
+
+
+@on_ranks(4)
+def test_state_stays_where_it_is(rank: int, world_size: int) -> None:
+    """Of every kind: through steps, a change of the loss scale, skipped steps and a load."""
+    policy = {"gradients": GRADIENTS, "replicas": REPLICAS, "parameters": PARAMETERS}
+    model, _ = small_net.wrapped(policy)
     compressor = tagc.compressor(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compressor.keep_rates(optimizer, second_moment=True)
 
     def train(steps: range) -> None:
         for step in steps:
-            loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -87,27 +95,3 @@ def check(model: nn.Module, rank: int, loss: Callable[..., Tensor]) -> None:
     compressor.load_state_dict(compressor.state_dict())
     # A load begins a new gauge.
     assert not [name for name in moved(before, state_of(model)) if ".gauge." not in name]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("policy", [p if p in QUICK else slow(p) for p in (*SHIPPED, *POLICIES)])
-def test_state_stays_where_it_is(rank: int, world_size: int, policy: str) -> None:
-    if policy in SHIPPED:
-        model = sharded(net(), **gathered_in(policy))
-        check(wrap(model, shipped(policy)), rank, token_loss)
-    else:
-        check(wrapped(POLICIES[policy]), rank, loss_of)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_on_hosts(rank: int, world_size: int) -> None:
-    check(wrapped(POLICIES["inside"], hosts=2), rank, loss_of)
-
-
-@on_ranks(4)
-def test_across_replicas(rank: int, world_size: int) -> None:
-    feedback = {"kind": "residual", "lead": 0.5}
-    rule = {"when": {"name": "*.weight"}, "codec": QUANTIZED, "feedback": feedback}
-    model, _ = small_net.wrapped({"gradients": [rule], "replicas": [rule]})
-    check(model, rank, loss_of)
