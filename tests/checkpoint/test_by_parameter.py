@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,12 +136,9 @@ class Mesh:
 SHAPE = (7, 5)
 MESHES = [
     Mesh(3),
-    Mesh(2, rows=2),
     Mesh(2, columns=2, dim=1),
-    Mesh(1, rows=2, columns=3),
     Mesh(4, rows=3, per_host=2),
     Mesh(2, rows=2, divided=False),
-    Mesh(3, flat=True),
     Mesh(3, copies=4),
     Mesh(2, flat=True, copies=2),
 ]
@@ -156,9 +154,8 @@ def spread(value: Tensor, place: ParamLocation) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["residual", "sent", "owner_residual"])
-@pytest.mark.parametrize("old", MESHES)
-def test_all_that_was_saved_is_taken_over_once(old: Mesh, kind: str) -> None:
-    for new in MESHES:
+def test_all_that_was_saved_is_taken_over_once(kind: str) -> None:
+    for old, new in product(MESHES, repeat=2):
         check_merge(old, new, kind)
 
 

@@ -5,7 +5,6 @@ Nothing may crash, hang, run code from a file, or be taken for something else th
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 import time
@@ -17,23 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from support.distributed import run_ranks
 from support.exact import equal
 from support.launching import Echo
 from support.mutation import SECONDS, by_count, mutated
 from support.units import codec_plan
-from tagc.checkpoint import (
-    Source,
-    State,
-    StateError,
-    UnitState,
-    from_state_dict,
-    save_folder,
-    to_state_dict,
-)
-from tagc.checkpoint.files import open_checkpoint, open_files, write_rank
+from tagc.checkpoint import Source, State, StateError, UnitState, save_folder
+from tagc.checkpoint.files import open_checkpoint, open_files
 from tagc.codecs.workspace import Workspace
 from tagc.collect import SilentGroup, UnitReducer
 from tagc.ops import get_ops
@@ -54,7 +44,7 @@ class Unit:
     def __init__(self, codec: dict[str, Any]) -> None:
         unit = codec_plan(2, codec)
         cpu = torch.device("cpu")
-        self.reducer = UnitReducer(
+        reducer = UnitReducer(
             unit, get_ops(cpu, "reference"), cpu, Workspace(cpu), seed=7, connect=Echo
         )
         rule = {"when": {"name": "a.*"}, "codec": codec}
@@ -63,21 +53,15 @@ class Unit:
         self.state = State(
             plan=Plan(Policy.load({"schema": 1, "gradients": [rule]}), (unit,)),
             groups=[group],
-            reduced=[UnitState(direction="gradients", reducer=self.reducer, shard=0, shards=2)],
+            reduced=[UnitState(direction="gradients", reducer=reducer, shard=0, shards=2)],
             gathered=[],
         )
-        self.group = group
         generator = torch.Generator().manual_seed(1)
-        self.grad = torch.randn(2, unit.columns, generator=generator)
+        grad, ranks = torch.randn(2, unit.columns, generator=generator), SilentGroup(2)
         for _ in range(3):
-            self.encode()
+            out: Any = torch.empty(unit.columns)
+            reducer.reduce(out, grad.flatten(), ranks, dist.ReduceOp.AVG)  # type: ignore[arg-type]
         self.before = self.state.take().tensors
-
-    def encode(self) -> None:
-        """A step."""
-        out: Any = torch.empty(self.grad.shape[1])
-        ranks: Any = SilentGroup(2)
-        self.reducer.reduce(out, self.grad.flatten(), ranks, dist.ReduceOp.AVG)
 
     def load(self, open_source: Callable[[], Source]) -> bool:
         """Whether it is loaded; if not, by a clear error, and nothing was changed."""
@@ -90,11 +74,6 @@ class Unit:
         finally:
             assert time.monotonic() - start < SECONDS
         return True
-
-    def reset(self) -> None:
-        """Go back."""
-        about, before = self.state.header(), self.before
-        self.state.load(lambda: from_state_dict(to_state_dict(about, before)), force=False)
 
 
 def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
@@ -121,71 +100,11 @@ def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
     return loaded
 
 
-def fuzz_values(rank: int, folder: Path, count: int) -> int:
-    """Files that are what was written, but by something else than `save`; how many were loaded."""
-    draw, loaded = random.Random(7), 0
-    generator = torch.Generator().manual_seed(7)
-    for i, codec in enumerate(CODECS):
-        tested, here = Unit(codec), folder / str(i)
-        save_folder(here, tested.state)
-        (file,) = here.glob("rank*")
-        save = file.stem.rpartition("-")[2]
-        for _ in range(count // len(CODECS)):
-            tensors = changed_values(tested.before, draw, generator)
-            write_rank(here, save, tested.state.header(), tensors)
-            if tested.load(partial(open_files, here)):
-                loaded += 1
-                equal(tested.state.take().tensors, tensors)
-                tested.encode()  # and it works
-                tested.encode()
-                tested.reset()
-    return loaded
-
-
-def changed_values(
-    tensors: dict[str, Tensor], draw: random.Random, generator: torch.Generator
-) -> dict[str, Tensor]:
-    out = {name: tensor.clone() for name, tensor in tensors.items()}
-    for _ in range(draw.choice((1, 1, 2))):
-        name = draw.choice(list(out))
-        tensor = out[name]
-        if not tensor.numel():
-            continue
-        kind = draw.randrange(8)
-        flat = tensor.view(-1).view(torch.uint8)
-        if kind == 0:
-            del out[name]
-        elif kind == 1:
-            out[name + draw.choice(("x", ".shard_0_of_2", " "))] = out.pop(name)
-        elif kind == 2:
-            out[name] = tensor.to(draw.choice((torch.float32, torch.int64, torch.bfloat16)))
-        elif kind == 3:
-            out[name] = draw.choice((tensor.flatten(), tensor[None], tensor.new_empty(0)))
-        elif kind == 4 and tensor.is_floating_point():
-            value = draw.choice((math.nan, math.inf, -1.0, 0.0, 3e38, 1e-40))
-            tensor.view(-1)[draw.randrange(tensor.numel())] = value
-        elif kind == 5:
-            flat[draw.randrange(flat.numel())] ^= 1 << draw.randrange(
-                8 if name[-5:] != "arted" else 1
-            )
-        elif kind == 6 and tensor.dtype != torch.bool:
-            flat.copy_(torch.randint(256, flat.shape, generator=generator))
-        elif tensor.dtype != torch.bool:
-            flat.fill_(draw.choice((0, 255, 127)))
-    return out
-
-
 @by_count
 def test_state_files(count: int, tmp_path: Path) -> None:
     # What is loaded all the same was changed where it says nothing, as in the space of JSON.
     (loaded,) = run_ranks(fuzz_bytes, 1, tmp_path, count, timeout=200)
     assert loaded < count / 4
-
-
-@by_count
-def test_values_of_states(count: int, tmp_path: Path) -> None:
-    (loaded,) = run_ranks(fuzz_values, 1, tmp_path, count // 2, timeout=200)
-    assert 0 < loaded < count / 2
 
 
 def test_every_attack_on_an_index_is_refused(tmp_path: Path) -> None:

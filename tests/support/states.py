@@ -196,10 +196,8 @@ def shared_folder() -> Iterator[Path]:
 SAVERS = ("dcp", "safetensors")
 
 
-def train_and_save(
-    rank: int, saver: str, policy: dict, folder: Path, hosts: int | None = None
-) -> dict[str, Tensor]:
-    model = wrapped(policy, hosts=hosts)
+def train_and_save(rank: int, saver: str, policy: dict, folder: Path) -> dict[str, Tensor]:
+    model = wrapped(policy)
     run(model, rank, range(3))
     save(model, folder, saver)
     return residual_sums(model)
