@@ -19,10 +19,9 @@ from support.conservation import Accounts
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.marks import covering, slow
 from support.parallel_net import Block, parallel
 from support.parallel_net import loss_of as loss_of_parallel
-from support.site_net import DENSE, FOUR_BITS, adam, inside, policy, train
+from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
 from tagc.collect.transport import Transport
@@ -99,24 +98,6 @@ def test_dense_is_diloco(rank: int, world_size: int) -> None:
     assert abs(metrics.wire_bytes * 4 - metrics.dense_bytes) < 16
 
 
-@pytest.mark.slow
-@on_ranks(2, timeout=200)
-def test_a_compiled_step(rank: int, world_size: int) -> None:
-    """The compiler leaves the exchange out of what it traces."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-    found = []
-    for compiled in (False, True):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        handle = tagc.sites(model, optimizer, policy())
-        if compiled:
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        train(model, optimizer, rank, range(8))
-        found.append(local_weights(model))
-        assert handle.metrics().exchanges == 2
-    equal(*found)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
@@ -124,15 +105,15 @@ def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
     model, sites, site = inside(kind, rank, world_size)
     optimizer = adam(model)
     handle = tagc.sites(model, optimizer, policy(), sites=sites)
-    train(model, optimizer, site, range(7))
-    trained = eager(2, 7)[site]
+    train(model, optimizer, site, range(4))
+    trained = eager(2, 4)[site]
     if kind == "DDP":
         equal(local_weights(model.module), local_weights(trained))  # type: ignore[arg-type]
     else:
         equal(local_weights(model), weights_of(trained, rank % 2, 2))
     # Each rank sent half of the model, but for padding.
     numel = sum(param.numel() for param in net().parameters())
-    assert numel / 2 <= handle.metrics().wire_bytes / 4 / 2 < numel / 2 + 100
+    assert numel / 2 <= handle.metrics().wire_bytes / 4 < numel / 2 + 100
 
 
 @on_ranks(2)
@@ -186,7 +167,7 @@ def entering(anchor: Anchor, sites: int) -> Accounts:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "codec"), covering((2, 3), CODECS))
+@pytest.mark.parametrize(("world_size", "codec"), [(2, "4 bits"), (3, "1 bit"), (2, "sketch")])
 def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
     """What was handed out plus what is owed is the sum of all changes, and all anchors agree."""
     model = net()
@@ -202,9 +183,8 @@ def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
             assert torch.equal(anchor.values, other)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "codec"), covering((3, 2), CODECS))
-def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: str) -> None:
+@on_ranks(3)
+def test_units_in_turns_have_the_same_bits(rank: int, world_size: int) -> None:
     """As if each one were done before the next begins."""
     found = []
     for at_once in (0, 2**24):
@@ -213,7 +193,7 @@ def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: st
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
             patch.setattr("tagc.site.anchor.AT_ONCE", at_once)
-            handle = tagc.sites(model, optimizer, policy(CODECS[codec], every=2))
+            handle = tagc.sites(model, optimizer, policy(CODECS["1 bit"], every=2))
             assert len(handle.exchange_state.anchors) > 2
             train(model, optimizer, rank, range(4))
         found.append(handle.state_dict())
@@ -221,14 +201,13 @@ def test_units_in_turns_have_the_same_bits(rank: int, world_size: int, codec: st
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("delay", [0, 1])
-def test_no_unit_waits_for_another(rank: int, world_size: int, delay: int) -> None:
+def test_no_unit_waits_for_another(rank: int, world_size: int) -> None:
     """The first messages of all units are sent before any unit has an average."""
     model = net()
     optimizer = adam(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
-        handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2, delay=delay))
+        handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2))
     train(model, optimizer, rank, range(1))
     events: list[str] = []
 
@@ -240,7 +219,7 @@ def test_no_unit_waits_for_another(rank: int, world_size: int, delay: int) -> No
             patch.setattr(Transport, name, noting("sent", getattr(Transport, name)))
         bound = Dequantize.bound
         patch.setattr(Dequantize, "bound", lambda *args: noting("decoded", bound(*args)))
-        train(model, optimizer, rank, range(1 + delay))
+        train(model, optimizer, rank, range(1))
     units = sum(bool(unit.compressed) for unit in handle.plan().units)
     assert units > 1
     assert events.index("decoded") == 1 + units  # the marks come first
@@ -271,10 +250,10 @@ def test_different_anchors_are_an_error(rank: int, world_size: int) -> None:
     train(model, optimizer, rank, range(2))
     handle.exchange_state.anchors[0].values[3] += rank
     train(model, optimizer, rank, range(1))
-    kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
+    kind, text = fails(lambda: train(model, optimizer, rank, range(1)))
     assert kind == "SitesDifferError"
-    assert f"the anchor of unit 'first.0.weight' in site {rank} (after 1 exchanges, " in said
-    assert "give every site the same checkpoint" in said
+    assert f"the anchor of unit 'first.0.weight' in site {rank} (after 1 exchanges, " in text
+    assert "give every site the same checkpoint" in text
 
 
 @on_ranks(2)
@@ -284,9 +263,9 @@ def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: i
         model.head.bias.add_(rank)
     optimizer = adam(model)
     tagc.sites(model, optimizer, policy())
-    kind, said = fails(lambda: train(model, optimizer, rank, range(1)))
+    kind, text = fails(lambda: train(model, optimizer, rank, range(1)))
     assert kind == "SitesDifferError"
-    assert "All sites must begin with the same parameters" in said
+    assert "All sites must begin with the same parameters" in text
 
 
 @on_ranks(3)
@@ -309,14 +288,14 @@ def test_a_site_that_skipped_a_step(
     train(model, optimizer, rank, range(5))
     began = time.monotonic()
     if rank == 1:
-        kind, said = fails(handle.exchange)
+        kind, text = fails(handle.exchange)
     else:
-        kind, said = fails(lambda: train(model, optimizer, rank, range(2)))
-    assert kind == "SitesDifferError", said
+        kind, text = fails(lambda: train(model, optimizer, rank, range(2)))
+    assert kind == "SitesDifferError", text
     at = [f"the exchange{due} that is due after 6 steps", f"an exchange(){asked} after 5 steps"]
     here, other = (1, 0) if rank == 1 else (rank, 1)
-    assert f"site {here} is at {at[rank == 1]}, but site {other} at {at[rank != 1]}. Did" in said
-    assert "Did a site skip an optimizer step, as loss scalers do?" in said
+    assert f"site {here} is at {at[rank == 1]}, but site {other} at {at[rank != 1]}. Did" in text
+    assert "Did a site skip an optimizer step, as loss scalers do?" in text
     assert time.monotonic() - began < 10
 
 
@@ -373,12 +352,11 @@ def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("codec", ["delta", slow("quantized")])
-def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> None:
+def test_compressed_inside_a_site(rank: int, world_size: int) -> None:
     """By tagc.wrap, also with a copy of the parameters, which the exchange changes."""
     model, sites, site = inside("FSDP2", rank, world_size)
     when = {"name": ["first.*.weight", "second.*.weight"]}
-    parameters = [{"when": when, "codec": {"kind": codec, "bits": 8}}]
+    parameters = [{"when": when, "codec": {"kind": "delta", "bits": 8}}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # units as small as these may send more when compressed
         tagc.wrap(model, {"schema": 1, "gradients": [FOUR_BITS], "parameters": parameters})
@@ -400,9 +378,9 @@ def test_compressed_inside_a_site(rank: int, world_size: int, codec: str) -> Non
     torch.testing.assert_close(model(x), exact(x), rtol=0.02, atol=0.02)
 
 
-def trained_in_parallel(model: Any, site: int, sites: Any, rule: Any) -> Any:
+def trained_in_parallel(model: Any, site: int, sites: Any) -> Any:
     optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(rule, every=2), sites=sites)
+    handle = tagc.sites(model, optimizer, policy(every=2), sites=sites)
     for step in range(3):
         optimizer.zero_grad()
         loss_of_parallel(model, site, step).backward()
@@ -412,22 +390,19 @@ def trained_in_parallel(model: Any, site: int, sites: Any, rule: Any) -> Any:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("rule", [DENSE, slow(FOUR_BITS)], ids=["dense", "4 bits"])
-def test_tensor_parallelism_inside_a_site(rank: int, world_size: int, rule: Any) -> None:
+def test_tensor_parallelism_inside_a_site(rank: int, world_size: int) -> None:
     """A site of two ranks learns what one on a single rank learns."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))
     model = parallel(1, 2, mesh=mesh)
-    handle = trained_in_parallel(model, rank // 2, mesh["site"], rule)
+    handle = trained_in_parallel(model, rank // 2, mesh["site"])
     anchors: list[Any] = [None, None]
     mine = [anchor.values for anchor in handle.exchange_state.anchors]
     dist.all_gather_object(anchors, mine, group=mesh["site"].get_group())
     equal(anchors[0], anchors[1])
     torch.manual_seed(1)
     alone = Block()
-    trained_in_parallel(alone, rank // 2, mesh["site"], rule)
+    trained_in_parallel(alone, rank // 2, mesh["site"])
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
         expected = alone.get_parameter(name)
-        # Blocks of the codec end elsewhere. The optimizer moves an element by 0.01 in a step.
-        bound = 1e-5 if rule is DENSE else 0.02
-        torch.testing.assert_close(param.full_tensor(), expected, rtol=0, atol=bound)
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=0, atol=1e-5)

@@ -46,9 +46,9 @@ def test_a_script_that_ends_meanwhile(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [script.communicate(timeout=120)[1] for script in scripts]
-    assert [script.returncode for script in scripts] == [0, 1], said
-    assert said[1].endswith("RuntimeError: the script's own\n"), said
+    errors = [script.communicate(timeout=120)[1] for script in scripts]
+    assert [script.returncode for script in scripts] == [0, 1], errors
+    assert errors[1].endswith("RuntimeError: the script's own\n"), errors
 
 
 def _script(store: str) -> None:
@@ -101,8 +101,8 @@ def test_a_removed_handle(rank: int, world_size: int) -> None:
         lambda: handle.load("nowhere"),
     )
     for call in calls:
-        kind, said = fails(call)
-        assert (kind, said[:24]) == ("ValueError", "these sites were removed")
+        kind, text = fails(call)
+        assert (kind, text[:24]) == ("ValueError", "these sites were removed")
     equal(local_weights(model), before)
     assert not Path("nowhere").exists()
     dist.barrier()

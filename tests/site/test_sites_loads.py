@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.failing import fails
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import local_weights, net
 
@@ -60,7 +59,7 @@ def anchors_of(handle: Any) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("change", [load, load_parts, write])
+@pytest.mark.parametrize("change", [load_parts, write])
 def test_before_the_first_step(rank: int, world_size: int, change: Callable[..., None]) -> None:
     """As if it had been loaded before ``tagc.sites``, in whatever way; also after torch made the
     optimizer's state in a step of its own."""
@@ -79,19 +78,18 @@ def test_before_the_first_step(rank: int, world_size: int, change: Callable[...,
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
-def test_in_mid_run(rank: int, world_size: int, kind: str) -> None:
+def test_in_mid_run(rank: int, world_size: int) -> None:
     """Momentum, residuals and the average in flight are of the old run, and dropped."""
     found = []
-    for steps in (0, 8):
-        model, sites, site = inside(kind, rank, world_size)
+    for steps in (0, 4):
+        model, sites, site = inside("FSDP2", rank, world_size)
         optimizer = adam(model)
         handle = tagc.sites(model, optimizer, DELAYED, sites=sites)
         before = deepcopy(model.state_dict())
         train(model, optimizer, site, range(steps))
         optimizer.state.clear()
         model.load_state_dict(before)
-        train(model, optimizer, site, range(6))
+        train(model, optimizer, site, range(5))
         found.append(held(model, handle))
     equal(*found)
 
@@ -131,19 +129,6 @@ def test_averaged_weights_swapped_in_and_out(rank: int, world_size: int) -> None
         train(model, optimizer, rank, range(2, 6))
         found.append(held(model, handle))
     equal(*found)
-
-
-@on_ranks(2)
-def test_loads_that_differ(rank: int, world_size: int) -> None:
-    """Are an error of the next exchange."""
-    model = net()
-    optimizer = adam(model)
-    tagc.sites(model, optimizer, policy(every=2))
-    train(model, optimizer, rank, range(2))
-    if rank:
-        load(model)
-    kind, said = fails(lambda: train(model, optimizer, rank, range(2, 4)))
-    assert kind == "SitesDifferError", said
 
 
 @on_ranks(2)
