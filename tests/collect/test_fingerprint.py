@@ -37,20 +37,13 @@ def test_changes_are_seen(dtype: torch.dtype, numel: int) -> None:
         one = values.clone()
         one[place] = torch.nextafter(one[place].float(), torch.tensor(9.0)).to(dtype) + 1
         changed.append(one)
+        for factor in (-1, 2):  # the sign alone, and the lowest bit of an exponent
+            one = values.clone()
+            one[place] *= factor
+            changed.append(one)
     for other in changed:
         if not torch.equal(other, values):
             assert not torch.equal(fingerprint(other), before)
-
-
-def test_any_single_bit_is_seen() -> None:
-    """The sign and the lowest bit of an exponent, as when a value is doubled."""
-    values = torch.randn(2100, generator=torch.Generator().manual_seed(2)).bfloat16()
-    before = fingerprint(values)
-    for place in range(0, len(values), 7):
-        for factor in (-1, 2):
-            one = values.clone()
-            one[place] *= factor
-            assert bool((fingerprint(one) != before).all())
 
 
 class Launches(TorchDispatchMode):
