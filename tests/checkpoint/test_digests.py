@@ -19,8 +19,6 @@ from tagc.checkpoint.format import (
     WIDTH,
     StateHeader,
     matches_digest,
-    metadata_from_tensor,
-    metadata_to_tensor,
     sums_of,
     with_digest,
 )
@@ -104,20 +102,6 @@ def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         damaged[start : start + 4096] = 0
         check(damaged, [start // ROW == row for row in range(3)])
     check(torch.cat((values[ROW : 2 * ROW], values[:ROW], values[2 * ROW :])), [True, True, False])
-
-
-@pytest.mark.parametrize("character", ["\U0001f600", "\ud800"])
-def test_the_longest_name_of_a_policy_fits(character: str) -> None:
-    header = StateHeader(
-        policy=character * 300,
-        policy_hash="a" * 64,
-        layout="b" * 64,
-        world_size=10**8,
-        rank=10**8 - 1,
-        step=10**17,
-    )
-    metadata = with_digest(header.to_strings(), {})
-    assert metadata_from_tensor(metadata_to_tensor(metadata), "here") == metadata
 
 
 # Copies on the host

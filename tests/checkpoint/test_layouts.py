@@ -147,24 +147,6 @@ def test_other_ranks_owe_together_what_was_owed(
     conserved(totals(saved), loaded, narrow="bfloat16" in policy)
 
 
-@pytest.mark.parametrize(
-    "new", [slow(Layout(4, "DDP", per_host=2)), Layout(2, "replicate")], ids=str
-)
-def test_averages_that_owners_owed_become_sums(tmp_path: Path, new: Layout) -> None:
-    """Where two shots become one, an average is worth as many gradients as there are ranks, however
-    many of them have the same part of a parameter."""
-    policy, old = POLICIES["quantized residual"], Layout(3, "DDP")
-    saved = run_ranks(saves, old.ranks, old, policy, "safetensors", tmp_path)
-    loaded = run_ranks(loads, new.ranks, new, policy, tmp_path)
-    before = totals(saved)
-    averages = {name: found for name, found in before.items() if name.startswith("owner")}
-    expected = {name: found for name, found in before.items() if name not in averages}
-    for name, (average,) in averages.items():
-        assert average.any()
-        expected[name.removeprefix("owner_")][0] += new.ranks * average
-    conserved(expected, loaded, narrow=False)
-
-
 def conserved(before: dict[str, list[Tensor]], new: list[Kept], *, narrow: bool) -> None:
     """Whether the new ranks keep the totals."""
     after = totals(new)

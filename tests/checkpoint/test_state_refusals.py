@@ -134,7 +134,6 @@ REFUSED: dict[str, tuple[Callable[[Saved], None], str]] = {
         "nothing in this checkpoint is called 'other'",
     ),
     "an empty state dict": (lambda t: t.load_state_dict({}), NOTHING),
-    "weights": (lambda t: t.load_state_dict({"weight": torch.zeros(3)}), NOTHING),
     "another policy": (
         lambda t: t.load_by("safetensors", OTHER),
         rf"{HASHES[0]}.*{HASHES[1]}.*force=True",

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.gathering import recorded
 from support.small_net import local_weights, loss_of, sharded, two_by_two
 from support.states import (
     POLICIES,
@@ -33,7 +32,6 @@ from support.states import (
     snapshot,
     wrapped,
 )
-from support.units import gathered
 from tagc.collect.copy_gatherer import _warn_of_others
 
 # What is in a state
@@ -126,31 +124,6 @@ def test_a_running_model_goes_back(rank: int, world_size: int) -> None:
         set_weights(model, weights)
         run(model, rank, range(3, 5))
     equal(snapshot(model), expected)
-
-
-@on_ranks(2)
-def test_switched_off_for_a_while(rank: int, world_size: int) -> None:
-    """What changes while tagc is disabled nobody is told: parameters go whole afterwards."""
-    policy = POLICIES["changes in 2 bits"]
-    model = wrapped(policy)
-    run(model, rank, range(3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TAGC_DISABLE", "1")
-        with pytest.warns(UserWarning, match="TAGC_DISABLE"):
-            disabled = wrapped(policy)
-    set_weights(disabled, local_weights(model))
-    tagc.compressor(disabled).load_state_dict(tagc.compressor(model).state_dict())
-    run(disabled, rank, range(3, 5))
-    calls: list[Any] = []
-    with recorded(calls):
-        again = wrapped(policy)
-        set_weights(again, local_weights(disabled))
-        tagc.compressor(again).load_state_dict(tagc.compressor(disabled).state_dict())
-        evaluate(again, rank)
-        assert calls
-        for _, _, inp, out in calls:
-            assert torch.equal(out.view(world_size, -1), gathered(inp))
-    assert snapshot(again)
 
 
 # TAGC_DISABLE: training is native, and state is kept

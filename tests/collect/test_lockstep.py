@@ -4,6 +4,7 @@ that names both. And what backwards that reach a part of a unit send."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -135,38 +136,25 @@ def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_stamp_tells_of_other_parts_of_a_unit(rank: int, world_size: int) -> None:
-    """Messages have the same size, whatever a backward reached."""
-    with patch.object(Transport, "by_messages", return_value=False):
-        unit = reducer("a")
-
-        def reduce(name: str) -> None:
-            columns = {"a.weight": 911, "c.weight": 303}[name]
-            out, inp = torch.empty(columns), torch.ones(2 * columns)
-            unit.reduce(out, inp, world(), SUM, reached={name})
-
-        for name in ("a.weight", "c.weight", "a.weight"):
-            reduce(name)
-        kind, text = fails(lambda: reduce("a.weight" if rank == 0 else "c.weight"))
-        assert kind == "RuntimeError", text
-        assert "got a message of another unit" in text
-
-
-@on_ranks(2)
 def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
-    """Collectives of equal sizes take what they get, as NCCL's would."""
+    """Collectives of equal sizes take what they get, as NCCL's would: of another unit, or part."""
     with patch.object(Transport, "by_messages", return_value=False):
         a, b = reducer("a"), reducer("b")
-        shard, buffer = torch.empty(a.plan.columns), torch.randn(2 * a.plan.columns)
+
+        def reduce(unit: UnitReducer, name: str | None) -> None:
+            columns = {"a.weight": 911, "c.weight": 303, None: unit.plan.columns}[name]
+            out, inp = torch.empty(columns), torch.ones(2 * columns)
+            unit.reduce(out, inp, world(), SUM, reached=None if name is None else {name})
+
+        whole, parts = [(a, None), (b, None)], [(b, "a.weight"), (b, "c.weight")]
         for _ in range(3):
-            for each in (a, b):
-                each.reduce(shard, buffer, world(), SUM)
-        first, second = (a, b) if rank == 0 else (b, a)
-        for each in (first, second):
-            kind, text = fails(lambda each=each: each.reduce(shard, buffer, world(), SUM))
+            for unit, name in whole + parts:
+                reduce(unit, name)
+        for of_ranks in (whole, parts):
+            unit, name = of_ranks[rank]
+            kind, text = fails(partial(reduce, unit, name))
             assert kind == "RuntimeError", text
-            assert "got a message of another unit" in text
-            assert f"of unit '{'a' if each is a else 'b'}'" in text
+            assert f"of unit '{'a' if unit is a else 'b'}' got a message of another unit" in text
 
 
 SKETCH_AND_BITS = [

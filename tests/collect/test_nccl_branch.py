@@ -3,9 +3,6 @@ the backend. It must come to the same bits, in the calls that docs/architecture.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from itertools import product
@@ -183,15 +180,3 @@ def test_on_a_fast_link_the_calls_are_fsdps_own(rank: int, world_size: int) -> N
     assert len(dist.distributed_c10d._world.pg_map) == before
     for name, tensor in weights.items():
         assert torch.equal(forced[name], tensor), name
-
-
-@pytest.mark.slow
-def test_the_programme_for_gpus_runs_on_gloo() -> None:
-    """`nccl_ranks`, which compares on GPUs, has found nothing if it cannot run."""
-    command = [sys.executable, "-m", "nccl_ranks", "--device", "cpu", "--seconds", "1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, *_, last = done.stdout.splitlines()
-    assert first.endswith(" equal")
-    assert last.startswith("no time for ")

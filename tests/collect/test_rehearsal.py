@@ -35,7 +35,6 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
         {"kind": "none"},
         {"kind": "delta", "bits": 4, "rounding": "stochastic"},
     ),
-    "average": ({"kind": "quantized", "bits": 4}, {"kind": "average"}, None),
     "matrix": ({"kind": "matrix", "bits": 1}, RESIDUAL, {"kind": "delta", "bits": 2}),
     "sketch": ({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}, RESIDUAL, None),
     "shared sketch": (

@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tagc
 from support.distributed import on_ranks
 from support.elastic import Round
 from support.elastic_site import DELAYED, POLICY, ElasticSite, check_accounts, joined
 from support.exact import equal
 from support.failing import fails
 from support.marks import slow
-from support.site_net import DENSE, FOUR_BITS, adam, policy, train
-from support.small_net import local_weights, net
+from support.site_net import DENSE, FOUR_BITS, in_sites, policy, train
+from support.small_net import local_weights
 from support.units import gathered
 
 LEAD = {
@@ -132,17 +131,6 @@ def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_siz
 
 
 @on_ranks(4)
-def test_ranks_of_a_site_fall_behind_together(rank: int, world_size: int) -> None:
-    site = ElasticSite(rank, world_size, [Round((0, 1))] * 9, POLICY, "FSDP2")
-    site.start()
-    train(site.model, site.optimizer, site.site, range(4))
-    if rank == 3:
-        site.manager.load_state_dict({"step": 1})
-    train(site.model, site.optimizer, site.site, range(4, 6))
-    assert site.handle.metrics().healed == 2 * (site.site == 1)
-
-
-@on_ranks(4)
 def test_ddp_inside_is_refused(rank: int, world_size: int) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))], POLICY, "DDP")
     kind, text = fails(site.start)
@@ -167,9 +155,7 @@ def test_without_faults_sites_are_those_of_a_group(
     """Parameters have the same bits."""
     site = joined(rank, world_size, rules)
     train(site.model, site.optimizer, rank, range(9))
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, rules)
+    model, optimizer, handle = in_sites(rules)
     train(model, optimizer, rank, range(9))
     equal(local_weights(site.model), local_weights(model))
     assert site.handle.metrics().failed == 0
@@ -214,42 +200,30 @@ def unnamed(state: dict[str, Any]) -> dict[str, Any]:
     return {k: t for k, t in state.items() if not k.endswith("sites.counted") and ".about" not in k}
 
 
-def not_waiting(manager: Any) -> None:
-    manager._use_async_quorum = True
-
-
-def different_starts(manager: Any) -> None:
-    manager._init_sync = False
-
-
-def asking_once(manager: Any) -> None:
-    manager._quorum_retries = 0
-
-
-def on_nccl(manager: Any) -> None:
-    manager.getBackendName = lambda: "torchft-nccl"
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("rules", "spoil", "message"),
+    ("rules", "manager", "message"),
     [
-        (POLICY, not_waiting, "make the torchft.Manager with use_async_quorum=False"),
-        (POLICY, different_starts, "make the torchft.Manager with init_sync=True"),
         (
             POLICY,
-            asking_once,
+            {"_use_async_quorum": True},
+            "make the torchft.Manager with use_async_quorum=False",
+        ),
+        (POLICY, {"_init_sync": False}, "torchft.Manager with init_sync=True"),
+        (
+            POLICY,
+            {"_quorum_retries": 0},
             "away for a second would end all sites: make it with quorum_retries=",
         ),
-        (POLICY, on_nccl, "backend 'torchft-nccl': give it torchft.ProcessGroupGloo"),
-        (policy(LEAD), None, "leave lead out for sites that come and go"),
+        (policy(LEAD), {}, "leave lead out for sites that come and go"),
     ],
-    ids=["quorum", "starts", "retries", "group", "lead"],
+    ids=["quorum", "starts", "retries", "lead"],
 )
-def test_refusals(rank: int, world_size: int, rules: Any, spoil: Any, message: str) -> None:
+def test_refusals(
+    rank: int, world_size: int, rules: Any, manager: dict[str, Any], message: str
+) -> None:
     site = ElasticSite(rank, world_size, [Round((0, 1))], rules)
-    if spoil:
-        spoil(site.manager)
+    vars(site.manager).update(manager)
     kind, text = fails(site.start)
     assert kind in ("ValueError", "PolicyError")
     assert message in text

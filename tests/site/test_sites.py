@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import tagc
 from support.conservation import Accounts
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.parallel_net import Block, parallel
-from support.parallel_net import loss_of as loss_of_parallel
-from support.site_net import FOUR_BITS, adam, inside, policy, train
+from support.site_net import FOUR_BITS, adam, in_sites, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered
 from tagc.collect.transport import Transport
@@ -83,9 +78,7 @@ def weights_of(model: nn.Module, shard: int, shards: int) -> dict[str, Tensor]:
 @on_ranks(2, 3)
 def test_dense_is_diloco(rank: int, world_size: int) -> None:
     """To the bit for 2 sites; the backend adds 3 numbers in an order of its own."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy())
+    model, optimizer, handle = in_sites(policy())
     train(model, optimizer, rank, range(8))
     expected = local_weights(eager(world_size, 8)[rank])
     if world_size == 2:
@@ -128,9 +121,7 @@ def test_shards_of_a_site(rank: int, world_size: int, kind: str) -> None:
     ids=["delay", "fragments and delay", "fragments", "together at first"],
 )
 def test_staggered_and_delayed(rank: int, world_size: int, config: dict[str, Any]) -> None:
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(**config))
+    model, optimizer, handle = in_sites(policy(**config))
     names = [[param.name for param in unit.info.params] for unit in handle.plan().units]
     parts: list[list[str]] = [[] for _ in range(config.get("fragments", 1))]
     for unit in names:
@@ -169,11 +160,13 @@ def entering(anchor: Anchor, sites: int) -> Accounts:
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "codec"), [(2, "4 bits"), (3, "1 bit"), (2, "sketch")])
 def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
-    """What was handed out plus what is owed is the sum of all changes, and all anchors agree."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(CODECS[codec], every=2))
+    """What was handed out plus what is owed is the sum of all changes, and all anchors agree; of
+    several units, which take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
+        model, optimizer, handle = in_sites(policy(CODECS[codec], every=2))
     anchors = handle.exchange_state.anchors
+    assert len(anchors) > 2
     for anchor in anchors:
         entering(anchor, world_size)
     train(model, optimizer, rank, range(6))
@@ -184,30 +177,11 @@ def test_nothing_is_lost(rank: int, world_size: int, codec: str) -> None:
 
 
 @on_ranks(3)
-def test_units_in_turns_have_the_same_bits(rank: int, world_size: int) -> None:
-    """As if each one were done before the next begins."""
-    found = []
-    for at_once in (0, 2**24):
-        model = net()
-        optimizer = adam(model)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
-            patch.setattr("tagc.site.anchor.AT_ONCE", at_once)
-            handle = tagc.sites(model, optimizer, policy(CODECS["1 bit"], every=2))
-            assert len(handle.exchange_state.anchors) > 2
-            train(model, optimizer, rank, range(4))
-        found.append(handle.state_dict())
-    equal(*found)
-
-
-@on_ranks(3)
 def test_no_unit_waits_for_another(rank: int, world_size: int) -> None:
     """The first messages of all units are sent before any unit has an average."""
-    model = net()
-    optimizer = adam(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tagc.attach.ddp.UNIT_BYTES", 64)
-        handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=2))
+        model, optimizer, handle = in_sites(policy(FOUR_BITS, every=2))
     train(model, optimizer, rank, range(1))
     events: list[str] = []
 
@@ -228,9 +202,7 @@ def test_no_unit_waits_for_another(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_an_exchange_at_the_end(rank: int, world_size: int) -> None:
     """It also lands what is in flight; afterwards all sites have the same parameters."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, every=4, delay=2))
+    model, optimizer, handle = in_sites(policy(FOUR_BITS, every=4, delay=2))
     train(model, optimizer, rank, range(5))
     handle.exchange()
     for weight in local_weights(model).values():
@@ -244,9 +216,7 @@ def test_an_exchange_at_the_end(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_different_anchors_are_an_error(rank: int, world_size: int) -> None:
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=2))
+    model, optimizer, handle = in_sites(policy(every=2))
     train(model, optimizer, rank, range(2))
     handle.exchange_state.anchors[0].values[3] += rank
     train(model, optimizer, rank, range(1))
@@ -282,9 +252,7 @@ def test_a_site_that_skipped_a_step(
     rank: int, world_size: int, config: dict[str, Any], due: str, asked: str
 ) -> None:
     """As loss scalers do. If others are at an exchange when it asks for its last one, all raise."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(FOUR_BITS, **config))
+    model, optimizer, handle = in_sites(policy(FOUR_BITS, **config))
     train(model, optimizer, rank, range(5))
     began = time.monotonic()
     if rank == 1:
@@ -301,9 +269,7 @@ def test_a_site_that_skipped_a_step(
 
 @on_ranks(2)
 def test_the_last_exchange_after_different_numbers_of_steps(rank: int, world_size: int) -> None:
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=4, fragments=2))
+    model, optimizer, handle = in_sites(policy(every=4, fragments=2))
     train(model, optimizer, rank, range(7 - rank))
     handle.exchange()
     for weight in local_weights(model).values():
@@ -313,9 +279,7 @@ def test_the_last_exchange_after_different_numbers_of_steps(rank: int, world_siz
 @on_ranks(2)
 def test_a_late_exchange_is_waited_for(rank: int, world_size: int) -> None:
     """It changes no bit, and is counted."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=4, delay=1))
+    model, optimizer, handle = in_sites(policy(every=4, delay=1))
     (anchor, *_) = handle.exchange_state.anchors
     averaging = anchor.averaging
 
@@ -336,9 +300,7 @@ def test_a_late_exchange_is_waited_for(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_what_fails_meanwhile_is_raised(rank: int, world_size: int) -> None:
     """In the step in which its average is due."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=4, delay=2))
+    model, optimizer, handle = in_sites(policy(every=4, delay=2))
 
     def fail(*args: int) -> Iterator[None]:
         raise RuntimeError("the link is down")
@@ -376,33 +338,3 @@ def test_compressed_inside_a_site(rank: int, world_size: int) -> None:
     exact.load_state_dict({name: param.full_tensor() for name, param in params.items()})
     x = torch.ones(3, 7)
     torch.testing.assert_close(model(x), exact(x), rtol=0.02, atol=0.02)
-
-
-def trained_in_parallel(model: Any, site: int, sites: Any) -> Any:
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=2), sites=sites)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of_parallel(model, site, step).backward()
-        optimizer.step()
-    handle.exchange()
-    return handle
-
-
-@on_ranks(4)
-def test_tensor_parallelism_inside_a_site(rank: int, world_size: int) -> None:
-    """A site of two ranks learns what one on a single rank learns."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))
-    model = parallel(1, 2, mesh=mesh)
-    handle = trained_in_parallel(model, rank // 2, mesh["site"])
-    anchors: list[Any] = [None, None]
-    mine = [anchor.values for anchor in handle.exchange_state.anchors]
-    dist.all_gather_object(anchors, mine, group=mesh["site"].get_group())
-    equal(anchors[0], anchors[1])
-    torch.manual_seed(1)
-    alone = Block()
-    trained_in_parallel(alone, rank // 2, mesh["site"])
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        expected = alone.get_parameter(name)
-        torch.testing.assert_close(param.full_tensor(), expected, rtol=0, atol=1e-5)

@@ -17,8 +17,8 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.site_net import FOUR_BITS, adam, policy, train
-from support.small_net import local_weights, net
+from support.site_net import FOUR_BITS, in_sites, policy, train
+from support.small_net import local_weights
 from tagc.collect import timeout_of
 
 DELAYED = policy(FOUR_BITS, every=2, delay=1)
@@ -26,9 +26,7 @@ DELAYED = policy(FOUR_BITS, every=2, delay=1)
 
 def in_flight(rank: int) -> tuple[Any, Any, Any]:
     """A model in sites, its optimizer and its handle, with an exchange in flight."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, DELAYED)
+    model, optimizer, handle = in_sites(DELAYED)
     train(model, optimizer, rank, range(2))
     return model, optimizer, handle
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
-from support.site_net import FOUR_BITS, adam, inside, policy, train
+from support.site_net import FOUR_BITS, adam, in_sites, inside, policy, train
 from support.small_net import local_weights, net
 
 DELAYED = policy(FOUR_BITS, every=4, delay=1, alpha=0.5)
@@ -98,9 +98,7 @@ def test_in_mid_run(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("order", ["model first", "handle first"])
 def test_with_the_state_of_sites(rank: int, world_size: int, order: str) -> None:
     """What was loaded together belongs together, in any order, and resumes to the bit."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, DELAYED)
+    model, optimizer, handle = in_sites(DELAYED)
     train(model, optimizer, rank, range(6))
     saved = deepcopy([model.state_dict(), optimizer.state_dict(), handle.state_dict()])
     train(model, optimizer, rank, range(6, 9))
@@ -118,9 +116,7 @@ def test_averaged_weights_swapped_in_and_out(rank: int, world_size: int) -> None
     """On one site only, to evaluate them: that is no load."""
     found = []
     for swaps in (False, True):
-        model = net()
-        optimizer = adam(model)
-        handle = tagc.sites(model, optimizer, DELAYED)
+        model, optimizer, handle = in_sites(DELAYED)
         train(model, optimizer, rank, range(2))
         if swaps and rank == 0:
             own = deepcopy(model.state_dict())
@@ -134,9 +130,7 @@ def test_averaged_weights_swapped_in_and_out(rank: int, world_size: int) -> None
 @on_ranks(2)
 def test_other_writes(rank: int, world_size: int) -> None:
     """Count as training, with a warning; :meth:`refresh` says that they were a load."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, policy(every=2))
+    model, optimizer, handle = in_sites(policy(every=2))
     train(model, optimizer, rank, range(3))
     with torch.no_grad():
         model.head.bias.clamp_(-1, 1)
