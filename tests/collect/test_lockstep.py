@@ -91,7 +91,7 @@ def test_thresholds_do_not_follow_the_zeros(
 
 
 @on_ranks(4)
-def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: int) -> None:
+def test_ranks_that_reach_different_parameters_get_an_error(rank: int, world_size: int) -> None:
     """Of equal sizes, too; and on hosts, where neighbours differ, and where hosts do."""
     plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "none"})
     for mine, others in (({"c0.weight"}, {"c1.weight"}), ({"b.weight"}, {"a.weight"})):
@@ -139,22 +139,20 @@ def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
 def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
     """Collectives of equal sizes take what they get, as NCCL's would: of another unit, or part."""
     with patch.object(Transport, "by_messages", return_value=False):
-        a, b = reducer("a"), reducer("b")
+        a, b, c = (reducer(label) for label in "abc")
 
         def reduce(unit: UnitReducer, name: str | None) -> None:
             columns = {"a.weight": 911, "c.weight": 303, None: unit.plan.columns}[name]
             out, inp = torch.empty(columns), torch.ones(2 * columns)
             unit.reduce(out, inp, world(), SUM, reached=None if name is None else {name})
 
-        whole, parts = [(a, None), (b, None)], [(b, "a.weight"), (b, "c.weight")]
-        for _ in range(3):
-            for unit, name in whole + parts:
+        for calls in ([(a, None), (b, None)], [(c, "a.weight"), (c, "c.weight")]):
+            for unit, name in 2 * calls:  # so both were called as often
                 reduce(unit, name)
-        for of_ranks in (whole, parts):
-            unit, name = of_ranks[rank]
+            unit, name = calls[rank]
             kind, text = fails(partial(reduce, unit, name))
             assert kind == "RuntimeError", text
-            assert f"of unit '{'a' if unit is a else 'b'}' got a message of another unit" in text
+            assert f"of unit '{unit.plan.info.label}' got a message of another unit" in text
 
 
 SKETCH_AND_BITS = [

@@ -1,4 +1,4 @@
-"""Sums over ranks and the bytes they are said to cost; groups that torch does not know; the turns
+"""Sums over ranks and the bytes that they count; groups that torch does not know; the turns
 that units take."""
 
 from __future__ import annotations

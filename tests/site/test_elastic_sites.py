@@ -200,6 +200,10 @@ def unnamed(state: dict[str, Any]) -> dict[str, Any]:
     return {k: t for k, t in state.items() if not k.endswith("sites.counted") and ".about" not in k}
 
 
+def torchft_nccl() -> str:
+    return "torchft-nccl"
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("rules", "manager", "message"),
@@ -215,9 +219,10 @@ def unnamed(state: dict[str, Any]) -> dict[str, Any]:
             {"_quorum_retries": 0},
             "away for a second would end all sites: make it with quorum_retries=",
         ),
+        (POLICY, {"getBackendName": torchft_nccl}, "give it torchft.ProcessGroupGloo"),
         (policy(LEAD), {}, "leave lead out for sites that come and go"),
     ],
-    ids=["quorum", "starts", "retries", "lead"],
+    ids=["quorum", "starts", "retries", "group", "lead"],
 )
 def test_refusals(
     rank: int, world_size: int, rules: Any, manager: dict[str, Any], message: str
