@@ -66,7 +66,7 @@ QUICK = [
     ("sketch shared", "safetensors", Layout(2, tensor=2)),
     ("quantized average", "dcp", Layout(3, "DDP")),
     ("matrix lead", "safetensors", Layout(1, replicas=3)),
-    ("changes", "dcp", Layout(4, per_host=2)),
+    ("inside and changes", "dcp", Layout(4, per_host=2)),
     ("whole lead", "dcp", Layout(2, "FSDP1")),
     ("exact", "safetensors", Layout(2, dtype=torch.bfloat16)),
 ]

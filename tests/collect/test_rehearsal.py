@@ -98,19 +98,14 @@ def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[
         optimizer.zero_grad()
     trained = set(recorder.calls)
     rehearsed = Recorder(idle())
-    compressor = tagc.compressor(model)
-    assert compressor is not None
-    rehearse(compressor.plan(), rehearsed.ops, stamped=False)
+    rehearse(tagc.compressor(model).plan(), rehearsed.ops, stamped=False)
     dist.barrier()
     return trained, set(rehearsed.calls)
 
 
 ON_HOSTS = policy("quantized") | {"inside": "int8"}
-OVER_REPLICAS = {
-    "schema": 1,
-    "gradients": [DENSE],
-    "replicas": policy("quantized")["gradients"],
-}
+AVERAGED = policy("quantized")["gradients"]
+OVER_REPLICAS = {"schema": 1, "gradients": [DENSE], "replicas": AVERAGED}
 QUICK = ("matrix", "shared sketch")
 OTHERS = [name for name in RULES if name not in QUICK]
 

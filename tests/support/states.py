@@ -53,6 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
+    "inside and changes": with_changes(4) | {"inside": "int8"},
     "inside warming up": rules(SKETCH | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
