@@ -5,7 +5,6 @@ Nothing may crash, hang, run code from a file, or be taken for something else th
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 import time
@@ -23,156 +22,68 @@ from support.distributed import run_ranks
 from support.exact import equal
 from support.launching import Echo
 from support.mutation import SECONDS, by_count, mutated
-from support.units import codec_plan
-from tagc.checkpoint import (
-    Source,
-    State,
-    StateError,
-    UnitState,
-    from_state_dict,
-    save_folder,
-    to_state_dict,
-)
-from tagc.checkpoint.files import open_checkpoint, open_files, write_rank
+from support.units import codec_plan, normal
+from tagc.checkpoint import State, StateError, UnitState, save_folder
+from tagc.checkpoint.files import open_checkpoint, open_files
 from tagc.codecs.workspace import Workspace
 from tagc.collect import SilentGroup, UnitReducer
 from tagc.ops import get_ops
 from tagc.plan import Plan
 from tagc.policy import Policy
 
-CODECS = [
-    {"kind": "quantized", "bits": 4, "block": 32},
-    {"kind": "matrix", "bits": 1},
-    {"kind": "sketch", "density": 0.2},
-    {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
-]
+
+def state_of_a_unit() -> State:
+    """Of a sketch after a few steps on the only rank, as if there were another."""
+    codec = {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"}
+    unit, cpu, ranks = codec_plan(2, codec), torch.device("cpu"), SilentGroup(2)
+    reducer = UnitReducer(
+        unit, get_ops(cpu, "reference"), cpu, Workspace(cpu), seed=7, connect=Echo
+    )
+    for step in range(3):
+        out, inp = torch.empty(unit.columns), normal(2, unit.columns, step)[0].flatten()
+        reducer.reduce(out, inp, ranks, dist.ReduceOp.AVG)  # type: ignore[arg-type]
+    rule = {"when": {"name": "a.*"}, "codec": codec}
+    group = dist.group.WORLD
+    assert group is not None
+    return State(
+        plan=Plan(Policy.load({"schema": 1, "gradients": [rule]}), (unit,)),
+        groups=[group],
+        reduced=[UnitState(direction="gradients", reducer=reducer, shard=0, shards=2)],
+        gathered=[],
+    )
 
 
-class Unit:
-    """A unit's state on the only rank, and its columns as if there were another."""
-
-    def __init__(self, codec: dict[str, Any]) -> None:
-        unit = codec_plan(2, codec)
-        cpu = torch.device("cpu")
-        self.reducer = UnitReducer(
-            unit, get_ops(cpu, "reference"), cpu, Workspace(cpu), seed=7, connect=Echo
-        )
-        rule = {"when": {"name": "a.*"}, "codec": codec}
-        group = dist.group.WORLD
-        assert group is not None
-        self.state = State(
-            plan=Plan(Policy.load({"schema": 1, "gradients": [rule]}), (unit,)),
-            groups=[group],
-            reduced=[UnitState(direction="gradients", reducer=self.reducer, shard=0, shards=2)],
-            gathered=[],
-        )
-        self.group = group
-        generator = torch.Generator().manual_seed(1)
-        self.grad = torch.randn(2, unit.columns, generator=generator)
-        for _ in range(3):
-            self.encode()
-        self.before = self.state.take().tensors
-
-    def encode(self) -> None:
-        """A step."""
-        out: Any = torch.empty(self.grad.shape[1])
-        ranks: Any = SilentGroup(2)
-        self.reducer.reduce(out, self.grad.flatten(), ranks, dist.ReduceOp.AVG)
-
-    def load(self, open_source: Callable[[], Source]) -> bool:
-        """Whether it is loaded; if not, by a clear error, and nothing was changed."""
-        start = time.monotonic()
-        try:
-            self.state.load(open_source, force=False)
-        except StateError:
-            equal(self.state.take().tensors, self.before)
-            return False
-        finally:
-            assert time.monotonic() - start < SECONDS
-        return True
-
-    def reset(self) -> None:
-        """Go back."""
-        about, before = self.state.header(), self.before
-        self.state.load(lambda: from_state_dict(to_state_dict(about, before)), force=False)
+def loads(state: State, before: dict[str, Tensor], folder: Path) -> bool:
+    """Whether the files are loaded; if not, by a clear error. Nothing is changed in any case."""
+    start = time.monotonic()
+    try:
+        state.load(partial(open_files, folder), force=False)
+    except StateError:
+        return False
+    finally:
+        assert time.monotonic() - start < SECONDS
+        equal(state.take().tensors, before)
+    return True
 
 
 def fuzz_bytes(rank: int, folder: Path, count: int) -> int:
     """Files with changed bytes; how many were loaded all the same."""
-    draw, loaded = random.Random(6), 0
-    for i, codec in enumerate(CODECS):
-        tested, here = Unit(codec), folder / str(i)
-        save_folder(here, tested.state)
-        files = {file: file.read_bytes() for file in sorted(here.iterdir())}
-        assert len(files) == 2
-        words = [b"F32", b"I64", b"BOOL", b"F8_E4M3", b"shape", b"dtype", b'"', b"{", b"[" * 999]
-        words += [b"0", b"-1", b"1e3", b"9" * 19, b"9" * 5000, b"null", b"true", b"\xff"]
-        for _ in range(count // len(CODECS)):
-            file = draw.choice(list(files))
-            # Most of a file is residuals: aim at what it says about them, more often than not.
-            content = files[file]
-            head = draw.choice((40, 500, len(content)))
-            changed = mutated(content[:head], words, draw) + content[head:]
-            file.write_bytes(changed)
-            if tested.load(partial(open_files, here)):
-                loaded += 1
-                equal(tested.state.take().tensors, tested.before)
-            file.write_bytes(content)
+    draw, loaded, state = random.Random(6), 0, state_of_a_unit()
+    save_folder(folder, state)
+    before = state.take().tensors
+    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
+    assert len(files) == 2
+    words = [b"F32", b"I64", b"BOOL", b"F8_E4M3", b"shape", b"dtype", b'"', b"{", b"[" * 999]
+    words += [b"0", b"-1", b"1e3", b"9" * 19, b"9" * 5000, b"null", b"true", b"\xff"]
+    for _ in range(count):
+        file = draw.choice(list(files))
+        # Most of a file is residuals: aim at what it says about them, more often than not.
+        content = files[file]
+        head = draw.choice((40, 500, len(content)))
+        file.write_bytes(mutated(content[:head], words, draw) + content[head:])
+        loaded += loads(state, before, folder)
+        file.write_bytes(content)
     return loaded
-
-
-def fuzz_values(rank: int, folder: Path, count: int) -> int:
-    """Files that are what was written, but by something else than `save`; how many were loaded."""
-    draw, loaded = random.Random(7), 0
-    generator = torch.Generator().manual_seed(7)
-    for i, codec in enumerate(CODECS):
-        tested, here = Unit(codec), folder / str(i)
-        save_folder(here, tested.state)
-        (file,) = here.glob("rank*")
-        save = file.stem.rpartition("-")[2]
-        for _ in range(count // len(CODECS)):
-            tensors = changed_values(tested.before, draw, generator)
-            write_rank(here, save, tested.state.header(), tensors)
-            if tested.load(partial(open_files, here)):
-                loaded += 1
-                equal(tested.state.take().tensors, tensors)
-                tested.encode()  # and it works
-                tested.encode()
-                tested.reset()
-    return loaded
-
-
-def changed_values(
-    tensors: dict[str, Tensor], draw: random.Random, generator: torch.Generator
-) -> dict[str, Tensor]:
-    out = {name: tensor.clone() for name, tensor in tensors.items()}
-    for _ in range(draw.choice((1, 1, 2))):
-        name = draw.choice(list(out))
-        tensor = out[name]
-        if not tensor.numel():
-            continue
-        kind = draw.randrange(8)
-        flat = tensor.view(-1).view(torch.uint8)
-        if kind == 0:
-            del out[name]
-        elif kind == 1:
-            out[name + draw.choice(("x", ".shard_0_of_2", " "))] = out.pop(name)
-        elif kind == 2:
-            out[name] = tensor.to(draw.choice((torch.float32, torch.int64, torch.bfloat16)))
-        elif kind == 3:
-            out[name] = draw.choice((tensor.flatten(), tensor[None], tensor.new_empty(0)))
-        elif kind == 4 and tensor.is_floating_point():
-            value = draw.choice((math.nan, math.inf, -1.0, 0.0, 3e38, 1e-40))
-            tensor.view(-1)[draw.randrange(tensor.numel())] = value
-        elif kind == 5:
-            flat[draw.randrange(flat.numel())] ^= 1 << draw.randrange(
-                8 if name[-5:] != "arted" else 1
-            )
-        elif kind == 6 and tensor.dtype != torch.bool:
-            flat.copy_(torch.randint(256, flat.shape, generator=generator))
-        elif tensor.dtype != torch.bool:
-            flat.fill_(draw.choice((0, 255, 127)))
-    return out
 
 
 @by_count
@@ -180,12 +91,6 @@ def test_state_files(count: int, tmp_path: Path) -> None:
     # What is loaded all the same was changed where it says nothing, as in the space of JSON.
     (loaded,) = run_ranks(fuzz_bytes, 1, tmp_path, count, timeout=200)
     assert loaded < count / 4
-
-
-@by_count
-def test_values_of_states(count: int, tmp_path: Path) -> None:
-    (loaded,) = run_ranks(fuzz_values, 1, tmp_path, count // 2, timeout=200)
-    assert 0 < loaded < count / 2
 
 
 def test_every_attack_on_an_index_is_refused(tmp_path: Path) -> None:

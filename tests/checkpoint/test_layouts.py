@@ -1,5 +1,5 @@
-"""One property of checkpoints: whatever the policy, the layout and the format, the same ranks go on
-as if nothing had happened, to the bit, and other ranks owe together what was owed."""
+"""Checkpoints of every policy, layout and format: the same ranks go on to the bit, and other ranks
+owe together what was owed."""
 
 from __future__ import annotations
 
@@ -30,63 +30,25 @@ from support.states import (
     shipped,
     snapshot,
 )
-from tagc.policy import data_parallel_policies
 
 FLAT = [Layout(2), Layout(3), Layout(4)]
-HOSTS = [Layout(4, per_host=2), Layout(6, per_host=3), Layout(6, per_host=2)]
+HOSTS = [Layout(4, per_host=2)]
+FSDP1 = [Layout(2, "FSDP1"), Layout(3, "FSDP1"), Layout(4, "FSDP1")]
+TENSOR = [Layout(4, tensor=1), Layout(2, tensor=2), Layout(3, tensor=1)]
+REPLICAS = [Layout(2, replicas=2), Layout(1, replicas=3)]
 DDP = [Layout(3, "DDP"), Layout(4, "DDP")]  # the same codecs in two shots
 REPLICATE = [Layout(3, "replicate"), Layout(4, "replicate")]
-FSDP1 = [Layout(2, "FSDP1"), Layout(3, "FSDP1"), Layout(4, "FSDP1")]
-REPLICAS = [Layout(2, replicas=2), Layout(1, replicas=3)]
-TENSOR = [Layout(4, tensor=1), Layout(2, tensor=2), Layout(3, tensor=1), Layout(2, tensor=3)]
-REPLICAS_OF_TENSOR = [Layout(2, tensor=2, replicas=2)]
+GROUPS = [FLAT + HOSTS, FLAT + FSDP1, TENSOR, REPLICAS, DDP, REPLICATE]
 
 # FSDP1 gathers its parameters itself, and cuts matrices anywhere.
-ONLY_FSDP2 = {name for name in POLICIES if name.startswith(("matrix", "changes", "parameters"))}
-ONLY_FSDP2 |= {"inside", "inside warming up"}
-# `auto` chooses anew (`tests/costs/test_auto.py`), and `dense` owes nothing.
-SHIPPED = sorted(set(data_parallel_policies()) - {"auto", "dense"})
+ONLY_FSDP2 = ("matrix", "changes", "parameters", "inside")
 
 
-def cases() -> list[Any]:
-    """Policy, format, the ranks that save, and those that load."""
-    draw = random.Random(4)
-    found = []
-    for policy in POLICIES:
-        for group in (
-            FLAT + HOSTS,
-            FLAT + FSDP1,
-            TENSOR,
-            REPLICAS,
-            REPLICAS_OF_TENSOR,
-            DDP,
-            REPLICATE,
-        ):
-            if policy in ONLY_FSDP2 and group == FLAT + FSDP1:
-                continue
-            if "shared" in policy and group in (REPLICAS, REPLICAS_OF_TENSOR, DDP, REPLICATE):
-                continue  # replicas have no owner who chooses
-            for same in (True, False):
-                old, new = draw.sample(group, 2) if len(group) > 1 else group * 2
-                if (
-                    not same
-                    and group in (DDP, REPLICATE)
-                    and ("lead" in policy or policy == "matrix average")
-                ):
-                    continue  # each replica has the last sum; two shots pay for 3 ranks only
-                if same or group not in (REPLICAS, REPLICAS_OF_TENSOR):
-                    case = policy, draw.choice(SAVERS), old, old if same else new
-                    # With `replicate` the codecs are those of DDP.
-                    rare = group is REPLICATE and policy not in ("quantized residual", "sketch")
-                    many = max(old.ranks, new.ranks) > 4  # a larger pool of processes
-                    is_slow = rare or many or group is REPLICAS_OF_TENSOR
-                    found.append(slow(*case) if is_slow else case)
-    for i, name in enumerate(SHIPPED):
-        dtypes = [torch.bfloat16] if name == "exact" else [None]
-        dtypes += [torch.bfloat16] if name in ("attn-only", "hosts", "mz-hybrid") else []
-        twos = [Layout(2, dtype=dtype) for dtype in dtypes]
-        found += [(name, SAVERS[i % 2], two, two) for two in twos]
-    return found
+def fits(policy: str, group: list[Layout]) -> bool:
+    if group == FLAT + FSDP1:
+        return not policy.startswith(ONLY_FSDP2)
+    # Replicas have no owner who chooses.
+    return "shared" not in policy or group in (FLAT + HOSTS, TENSOR)
 
 
 def of(policy: str, layout: Layout) -> dict[str, Any]:
@@ -100,75 +62,89 @@ def of(policy: str, layout: Layout) -> dict[str, Any]:
     return chosen
 
 
-def saves(
-    rank: int, layout: Layout, policy: dict[str, Any], saver: str, folder: Path
-) -> tuple[Kept, dict[str, Tensor], dict[str, Any]]:
-    """What it kept, its weights, and what became of it a step later."""
+QUICK = [
+    ("sketch shared", "safetensors", Layout(2, tensor=2)),
+    ("quantized average", "dcp", Layout(3, "DDP")),
+    ("matrix lead", "safetensors", Layout(1, replicas=3)),
+    ("inside and changes", "dcp", Layout(4, per_host=2)),
+    ("whole lead", "dcp", Layout(2, "FSDP1")),
+    ("exact", "safetensors", Layout(2, dtype=torch.bfloat16)),
+]
+
+
+def one_of_each_group() -> list[Any]:
+    """With every policy."""
+    draw = random.Random(4)
+    every = [
+        (policy, draw.choice(SAVERS), draw.choice(group))
+        for policy in POLICIES
+        for group in GROUPS
+        if fits(policy, group)
+    ]
+    return [slow(*case) for case in every if case not in QUICK]
+
+
+@pytest.mark.parametrize(("policy", "saver", "layout"), [*QUICK, *one_of_each_group()], ids=str)
+def test_the_same_ranks_go_on_to_the_bit(
+    tmp_path: Path, policy: str, saver: str, layout: Layout
+) -> None:
+    ranks = run_ranks(goes_on, layout.ranks, layout, of(policy, layout), saver, tmp_path)
+    owes_nothing = ("quantized none", "quantized dithered", "warming up", "exact")
+    owes = policy not in owes_nothing
+    assert any(total.any() for found in totals(ranks).values() for total in found) == owes
+
+
+def goes_on(rank: int, layout: Layout, policy: dict[str, Any], saver: str, folder: Path) -> Kept:
+    """Train on after a save, and once more from what was saved; what a rank keeps."""
     model = layout.wrapped(policy)
-    layout.run(model, rank, range(3))
+    layout.run(model, rank, range(2))
     save(model, folder, saver)
     weights, mine = local_weights(model), kept(model, layout.shapes)
-    layout.run(model, rank, range(3, 4))
-    return mine, weights, snapshot(model)
+    layout.run(model, rank, range(2, 4))
+    resumed = layout.wrapped(policy)
+    layout.run(resumed, rank, range(1))  # so that there is something to replace
+    set_weights(resumed, weights)
+    load(resumed, folder, saver)
+    layout.run(resumed, rank, range(2, 4))
+    equal(snapshot(resumed), snapshot(model))
+    assert tagc.compressor(resumed).metrics().unresolved == 0
+    return mine
 
 
-def loads(
-    rank: int,
-    layout: Layout,
-    policy: dict[str, Any],
-    saver: str,
-    folder: Path,
-    weights: list[dict[str, Tensor]] | None,
-) -> tuple[Kept, dict[str, Any]]:
-    """Likewise, with the weights of the ranks that saved, if they are the same."""
+def saves(rank: int, layout: Layout, policy: dict[str, Any], saver: str, folder: Path) -> Kept:
     model = layout.wrapped(policy)
-    layout.run(model, rank, range(1))  # so that there is something to replace
-    if weights is None:
-        tagc.compressor(model).load(folder)
-    else:
-        set_weights(model, weights[rank])
-        load(model, folder, saver)
+    layout.run(model, rank, range(2))
+    save(model, folder, saver)
+    return kept(model, layout.shapes)
+
+
+def loads(rank: int, layout: Layout, policy: dict[str, Any], folder: Path) -> Kept:
+    model = layout.wrapped(policy)
+    layout.run(model, rank, range(1))
+    tagc.compressor(model).load(folder)
     mine = kept(model, layout.shapes)
     layout.run(model, rank, range(3, 4))
-    assert tagc.compressor(model).metrics().unresolved == 0
-    return mine, snapshot(model)
-
-
-@pytest.mark.some(8)
-@pytest.mark.parametrize(("policy", "saver", "old", "new"), cases(), ids=str)
-def test_nothing_is_forgotten(
-    tmp_path: Path, policy: str, saver: str, old: Layout, new: Layout
-) -> None:
-    saved = run_ranks(saves, old.ranks, old, of(policy, old), saver, tmp_path)
-    weights = [weights for _, weights, _ in saved] if old == new else None
-    loaded = run_ranks(loads, new.ranks, new, of(policy, new), saver, tmp_path, weights)
-    if old == new:
-        for (_, _, mine), (_, theirs) in zip(saved, loaded, strict=True):
-            equal(theirs, mine)
-    after = [mine for mine, _ in loaded]
-    before = totals([mine for mine, _, _ in saved])
-    conserved(before, after, narrow="bfloat16" in policy or policy in SHIPPED)
-    owes_nothing = ("quantized none", "quantized dithered", "warming up", "stateless", "exact")
-    owes = policy not in owes_nothing
-    assert any(total.any() for found in before.values() for total in found) == owes
+    return mine
 
 
 @pytest.mark.parametrize(
-    "new", [slow(Layout(4, "DDP", per_host=2)), Layout(2, "replicate")], ids=str
+    ("policy", "saver", "old", "new"),
+    [
+        ("quantized residual", "safetensors", Layout(2, "FSDP1"), Layout(3, "FSDP1")),
+        ("sketch bfloat16", "dcp", Layout(4, per_host=2), Layout(2)),
+        slow("whole lead", "dcp", Layout(3), Layout(2, "FSDP1")),
+        slow("matrix lead", "safetensors", Layout(2, tensor=2), Layout(4, tensor=1)),
+        slow("quantized average", "dcp", Layout(4, "DDP"), Layout(3, "DDP")),
+        slow("changes", "safetensors", Layout(3), Layout(4, per_host=2)),
+    ],
+    ids=str,
 )
-def test_averages_that_owners_owed_become_sums(tmp_path: Path, new: Layout) -> None:
-    """Where two shots become one, an average is worth as many gradients as there are ranks, however
-    many of them have the same part of a parameter."""
-    policy, old = POLICIES["quantized residual"], Layout(3, "DDP")
-    saved = run_ranks(saves, old.ranks, old, policy, "safetensors", tmp_path)
-    loaded = run_ranks(loads, new.ranks, new, policy, "safetensors", tmp_path, None)
-    before = totals([mine for mine, _, _ in saved])
-    averages = {name: found for name, found in before.items() if name.startswith("owner")}
-    expected = {name: found for name, found in before.items() if name not in averages}
-    for name, (average,) in averages.items():
-        assert average.any()
-        expected[name.removeprefix("owner_")][0] += new.ranks * average
-    conserved(expected, [mine for mine, _ in loaded], narrow=False)
+def test_other_ranks_owe_together_what_was_owed(
+    tmp_path: Path, policy: str, saver: str, old: Layout, new: Layout
+) -> None:
+    saved = run_ranks(saves, old.ranks, old, of(policy, old), saver, tmp_path)
+    loaded = run_ranks(loads, new.ranks, new, of(policy, new), tmp_path)
+    conserved(totals(saved), loaded, narrow="bfloat16" in policy)
 
 
 def conserved(before: dict[str, list[Tensor]], new: list[Kept], *, narrow: bool) -> None:
@@ -199,18 +175,12 @@ def first_step(rank: int, layout: Layout, policy: Any) -> tuple[Kept, dict[str, 
     return kept(model, layout.shapes), grads
 
 
-IN_TWO_SHOTS = [DDP[0], REPLICATE[0]]
-ONE_HOST_EACH = [FLAT[1], FSDP1[1], TENSOR[1]]
-
-
-@pytest.mark.parametrize(
-    "layout", [*ONE_HOST_EACH, HOSTS[0], Layout(4, "DDP", per_host=2), *IN_TWO_SHOTS], ids=str
-)
+@pytest.mark.parametrize("layout", [FSDP1[1], TENSOR[1], HOSTS[0], DDP[0]], ids=str)
 def test_what_is_owed_lies_where_the_gradient_does(layout: Layout) -> None:
     """Under the parameter's name: what is not sent in the first step is the gradient itself. Ranks
     of a host owe their sum, tensor-parallel ones their parts."""
     policy = of("sketch", layout)
-    if layout in IN_TWO_SHOTS:
+    if layout in DDP:
         policy = rules(MATRIX, {"kind": "residual"})
     ranks = run_ranks(first_step, layout.ranks, layout, policy)
     together = layout.tensor or layout.per_host or 1

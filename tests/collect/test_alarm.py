@@ -59,8 +59,7 @@ def raised(alarm: Alarm) -> bool:
     return False
 
 
-@pytest.mark.parametrize("others", [0, 3, 1500])
-@pytest.mark.parametrize("wrong_at", [-1, 0, 1, 5])
+@pytest.mark.parametrize(("wrong_at", "others"), [(-1, 3), (0, 3), (5, 0), (1, 1500)])
 def test_it_goes_off_a_few_rounds_later_and_then_always(wrong_at: int, others: int) -> None:
     with gpu() as store:
         neighbours = [Alarm("another", store, place(str(i))) for i in range(others)]
@@ -82,9 +81,9 @@ def test_it_goes_off_a_few_rounds_later_and_then_always(wrong_at: int, others: i
         assert steps == list(range(first, 12) if wrong_at >= 0 else ())
 
 
-@pytest.mark.parametrize("wrong_at", [0, 1, 5])
-def test_a_replayed_graph_makes_it_go_off(wrong_at: int) -> None:
+def test_a_replayed_graph_makes_it_go_off() -> None:
     """Its launches set the flag, but nothing notes that they may have."""
+    wrong_at = 1
     with gpu() as store:
         alarm = Alarm("wrong", store, place("tested"))
         flag = store.take(place("tested"))

@@ -17,8 +17,6 @@ from tagc.collect import noise_factor
 from tagc.ops.sampling import CompareNoise, SampleGradient, Spans, noise_samples
 from tagc.plan import UnitPlan
 
-STEPS, DECAY = 60, 0.95
-
 
 def plan(ranks: int) -> UnitPlan:
     return codec_plan(ranks, {"kind": "quantized", "bits": 4}, {"kind": "residual"})
@@ -40,37 +38,6 @@ class Gauge:
 
 def of_unit(made: UnitPlan) -> Spans:
     return tuple((s.start, s.stop) for s in made.compressed)
-
-
-@pytest.mark.parametrize(("ranks", "divisor"), [(2, 2), (4, 1)])
-@pytest.mark.parametrize(("noise", "common"), [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)])
-def test_factors_are_those_of_the_dense_gradient(
-    ranks: int, divisor: int, noise: float, common: float
-) -> None:
-    """Of ranks with gradients of variance 1, and ``common`` between them, if noise of standard
-    deviation ``noise`` is added to their average."""
-    columns, generator = 8000, torch.Generator().manual_seed(ranks)
-    gauges = [Gauge(((3, columns),)) for _ in range(ranks)]
-    for step in range(STEPS):
-        # [rank, owner, S]
-        grads, same, off = (
-            torch.randn(n, ranks, columns, generator=generator) for n in (ranks, 1, 1)
-        )
-        grads = grads + common**0.5 * same
-        mean = grads.mean(0) + noise * off[0]
-        for rank, gauge in enumerate(gauges):
-            out = mean[rank] * ranks / divisor
-            gauge.measure(grads[rank, rank], out, step, ranks / divisor)
-    factor = noise_factor(torch.stack([gauge.sums for gauge in gauges]).sum(0)[0])
-    dense = common + 1 / ranks
-    exact = math.sqrt(1 + noise**2 / dense)
-    # Steps that a moving average of decay b counts: (1 + b) / (1 - b).
-    seen = min(STEPS, (1 + DECAY) / (1 - DECAY)) * ranks
-    # Of g * h, whose mean is `dense`: the variance is at most that of g times that of h, and
-    # the mean squared again; of h * h it is less. A root halves relative errors.
-    variance = (1 + common) * (dense + noise**2) + dense**2
-    error = math.sqrt(variance / (noise_samples(((3, columns),)) * seen)) / dense
-    assert abs(factor / exact - 1) < 5 * error
 
 
 @on_ranks(2)
@@ -105,13 +72,13 @@ def test_what_is_not_finite_leaves_no_trace() -> None:
 
 def test_a_loud_step_counts_no_more_than_others() -> None:
     """Gradients fall by a large factor in the first steps of a training."""
-    gauge, ones = Gauge(((0, 100),)), torch.ones(100)
+    gauge, gradient = Gauge(((3, 8000),)), torch.randn(8000)
     for step, size in enumerate((1000.0, 1.0, 0.001)):
         # The first with noise of its own size four times over, in 3 parts out of 4 of its square.
-        gauge.measure(size * ones, size * ones * (4 if step == 0 else 1), step)
+        gauge.measure(size * gradient, size * gradient * (4 if step == 0 else 1), step)
     weights = [0.05 * 0.95**age for age in (2, 1, 0)]
     exact = (sum(weights) / (weights[0] / 4 + weights[1] + weights[2])) ** 0.5
-    assert noise_factor(gauge.sums[0]) == pytest.approx(exact)
+    assert noise_factor(gauge.sums[0]) == pytest.approx(exact, rel=1e-5)
 
 
 def test_factors_have_bounds() -> None:

@@ -4,6 +4,7 @@ that names both. And what backwards that reach a part of a unit send."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -55,7 +56,7 @@ def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
     return buffers.masked_fill(missing, 0)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_dense_parameters_alone_are_not_sent_in_a_message(rank: int, world_size: int) -> None:
     plan = codec_plan(world_size, ALL[0], {"kind": "residual"})
     reducer = unit_reducer(plan)
@@ -90,7 +91,7 @@ def test_thresholds_do_not_follow_the_zeros(
 
 
 @on_ranks(4)
-def test_ranks_that_reach_different_parameters_are_told(rank: int, world_size: int) -> None:
+def test_ranks_that_reach_different_parameters_get_an_error(rank: int, world_size: int) -> None:
     """Of equal sizes, too; and on hosts, where neighbours differ, and where hosts do."""
     plan = matrix_plan(world_size, {"kind": "matrix"}, {"kind": "none"})
     for mine, others in (({"c0.weight"}, {"c1.weight"}), ({"b.weight"}, {"a.weight"})):
@@ -135,38 +136,23 @@ def test_a_rank_that_is_a_step_behind(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_stamp_tells_of_other_parts_of_a_unit(rank: int, world_size: int) -> None:
-    """Messages have the same size, whatever a backward reached."""
-    with patch.object(Transport, "by_messages", return_value=False):
-        unit = reducer("a")
-
-        def reduce(name: str) -> None:
-            columns = {"a.weight": 911, "c.weight": 303}[name]
-            out, inp = torch.empty(columns), torch.ones(2 * columns)
-            unit.reduce(out, inp, world(), SUM, reached={name})
-
-        for name in ("a.weight", "c.weight", "a.weight"):
-            reduce(name)
-        kind, text = fails(lambda: reduce("a.weight" if rank == 0 else "c.weight"))
-        assert kind == "RuntimeError", text
-        assert "got a message of another unit" in text
-
-
-@on_ranks(2)
 def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
-    """Collectives of equal sizes take what they get, as NCCL's would."""
+    """Collectives of equal sizes take what they get, as NCCL's would: of another unit, or part."""
     with patch.object(Transport, "by_messages", return_value=False):
-        a, b = reducer("a"), reducer("b")
-        shard, buffer = torch.empty(a.plan.columns), torch.randn(2 * a.plan.columns)
-        for _ in range(3):
-            for each in (a, b):
-                each.reduce(shard, buffer, world(), SUM)
-        first, second = (a, b) if rank == 0 else (b, a)
-        for each in (first, second):
-            kind, text = fails(lambda each=each: each.reduce(shard, buffer, world(), SUM))
+        a, b, c = (reducer(label) for label in "abc")
+
+        def reduce(unit: UnitReducer, name: str | None) -> None:
+            columns = {"a.weight": 911, "c.weight": 303, None: unit.plan.columns}[name]
+            out, inp = torch.empty(columns), torch.ones(2 * columns)
+            unit.reduce(out, inp, world(), SUM, reached=None if name is None else {name})
+
+        for calls in ([(a, None), (b, None)], [(c, "a.weight"), (c, "c.weight")]):
+            for unit, name in 2 * calls:  # so both were called as often
+                reduce(unit, name)
+            unit, name = calls[rank]
+            kind, text = fails(partial(reduce, unit, name))
             assert kind == "RuntimeError", text
-            assert "got a message of another unit" in text
-            assert f"of unit '{'a' if each is a else 'b'}'" in text
+            assert f"of unit '{unit.plan.info.label}' got a message of another unit" in text
 
 
 SKETCH_AND_BITS = [
@@ -187,19 +173,3 @@ def test_a_sketch_that_a_part_left_out_begins_together(rank: int, world_size: in
     shard, buffer = torch.empty(plan.columns), torch.randn(2 * plan.columns)
     kind, text = fails(lambda: unit.reduce(shard, buffer, world(), SUM))
     assert kind == "DesyncError", text
-
-
-@on_ranks(4)
-def test_ranks_at_different_units_on_hosts(rank: int, world_size: int) -> None:
-    """Inside a host and between hosts: an error with the names of both."""
-    codec = {"kind": "quantized", "bits": 8}
-    plan = in_two_levels(codec_plan(world_size, codec), codec)
-    mine = "second" if rank in (0, 3) else "first"
-    renamed = replace(plan, info=replace(plan.info, name=mine))
-    out, buffer = torch.zeros(plan.columns), torch.ones(world_size * plan.columns)
-    for micro in (False, True):
-        with host_reducer(rank, renamed, crosses=lambda micro=micro: not micro) as reducer:
-            kind, text = fails(lambda r=reducer: r.reduce(out, buffer, world(), SUM))
-        assert kind == "DesyncError"
-        assert "unit 'first'" in text
-        assert "unit 'second'" in text

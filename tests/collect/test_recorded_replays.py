@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -106,22 +105,3 @@ def test_late_tensors_that_move() -> None:
     found = replayed(cast(Ops, recording), grads, grows=2)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert [x.records for x in made] == [2, 2]
-
-
-@pytest.mark.parametrize("fails", ["first", "later"])
-def test_after_a_failure_nothing_recorded_is_started(fails: str) -> None:
-    """The caller binds again: scratch has gone."""
-    made: list[Any] = []
-
-    def broken(*args: Any, **options: Any) -> None:
-        made.append(args)
-        if len(made) == (1 if fails == "first" else 2):
-            raise RuntimeError("no memory")
-        reference.quantize(*args, **options)
-
-    recording = SimpleNamespace(
-        quantize=broken, dequantize=reference.dequantize, compiling_only=None, recorded=ByAddress
-    )
-    with pytest.raises(RuntimeError, match="no memory") as caught:
-        replayed(cast(Ops, recording), [torch.randn(2, 80) for _ in range(3)])
-    assert "in a program: Quantize(" in caught.value.__notes__[0]

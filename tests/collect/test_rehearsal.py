@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
 from support.distributed import run_ranks
+from support.marks import slow
 from support.small_net import loss_of, sharded
 from tagc.collect import rehearse
 from tagc.ops import Ops, get_ops, reference
@@ -34,16 +35,13 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
         {"kind": "none"},
         {"kind": "delta", "bits": 4, "rounding": "stochastic"},
     ),
-    "average": ({"kind": "quantized", "bits": 4}, {"kind": "average"}, None),
     "matrix": ({"kind": "matrix", "bits": 1}, RESIDUAL, {"kind": "delta", "bits": 2}),
-    "groups": ({"kind": "matrix", "group": 8}, RESIDUAL | {"dtype": "bfloat16"}, None),
     "sketch": ({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}, RESIDUAL, None),
     "shared sketch": (
         {"kind": "sketch", "density": 0.9, "symbol": "int8x4", "support": "shared"},
         RESIDUAL,
         None,
     ),
-    "delta": ({"kind": "quantized", "bits": 4}, RESIDUAL, {"kind": "delta", "bits": 4}),
 }
 
 
@@ -79,9 +77,7 @@ def idle() -> Ops:
     return cast(Ops, SimpleNamespace(**operators, **prepare))
 
 
-def called(
-    rank: int, policy: Any, hosts: int | None = None, copies: int = 1
-) -> tuple[set[Call], set[Call]]:
+def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[Call], set[Call]]:
     """In three steps of training, and in the rehearsal of their plan."""
     model = sharded()
     if copies > 1:
@@ -102,25 +98,31 @@ def called(
         optimizer.zero_grad()
     trained = set(recorder.calls)
     rehearsed = Recorder(idle())
-    compressor = tagc.compressor(model)
-    assert compressor is not None
-    rehearse(compressor.plan(), rehearsed.ops, stamped=False)
+    rehearse(tagc.compressor(model).plan(), rehearsed.ops, stamped=False)
     dist.barrier()
     return trained, set(rehearsed.calls)
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("name", RULES)
-def test_a_rehearsal_calls_what_training_calls(name):
-    for trained, rehearsed in run_ranks(called, 2, policy(name)):
+ON_HOSTS = policy("quantized") | {"inside": "int8"}
+AVERAGED = policy("quantized")["gradients"]
+OVER_REPLICAS = {"schema": 1, "gradients": [DENSE], "replicas": AVERAGED}
+QUICK = ("matrix", "shared sketch")
+OTHERS = [name for name in RULES if name not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rules", "hosts", "copies"),
+    [
+        *((2, policy(name), None, 1) for name in QUICK),
+        (4, ON_HOSTS, 2, 1),
+        slow(3, OVER_REPLICAS, None, 3),
+        *(slow(2, policy(name), None, 1) for name in OTHERS),
+    ],
+    ids=[*QUICK, "hosts", "replicas", *OTHERS],
+)
+def test_a_rehearsal_calls_what_training_calls(
+    ranks: int, rules: dict[str, Any], hosts: int | None, copies: int
+) -> None:
+    for trained, rehearsed in run_ranks(called, ranks, rules, hosts, copies):
         assert len(trained) >= 2
         assert trained == rehearsed
-
-
-def test_a_rehearsal_calls_what_hosts_and_replicas_call():
-    inside = policy("quantized") | {"inside": "int8"}
-    averaged = {"schema": 1, "gradients": [DENSE], "replicas": policy("quantized")["gradients"]}
-    for ranks, *given in ((4, inside, 2), (3, averaged, None, 3)):
-        for trained, rehearsed in run_ranks(called, ranks, *given):
-            assert {call.operator for call in trained} >= {"quantize", "dequantize"}
-            assert trained == rehearsed

@@ -17,8 +17,8 @@ import tagc
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.site_net import FOUR_BITS, adam, policy, train
-from support.small_net import local_weights, net
+from support.site_net import FOUR_BITS, in_sites, policy, train
+from support.small_net import local_weights
 from tagc.collect import timeout_of
 
 DELAYED = policy(FOUR_BITS, every=2, delay=1)
@@ -26,9 +26,7 @@ DELAYED = policy(FOUR_BITS, every=2, delay=1)
 
 def in_flight(rank: int) -> tuple[Any, Any, Any]:
     """A model in sites, its optimizer and its handle, with an exchange in flight."""
-    model = net()
-    optimizer = adam(model)
-    handle = tagc.sites(model, optimizer, DELAYED)
+    model, optimizer, handle = in_sites(DELAYED)
     train(model, optimizer, rank, range(2))
     return model, optimizer, handle
 
@@ -46,9 +44,9 @@ def test_a_script_that_ends_meanwhile(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [script.communicate(timeout=120)[1] for script in scripts]
-    assert [script.returncode for script in scripts] == [0, 1], said
-    assert said[1].endswith("RuntimeError: the script's own\n"), said
+    errors = [script.communicate(timeout=120)[1] for script in scripts]
+    assert [script.returncode for script in scripts] == [0, 1], errors
+    assert errors[1].endswith("RuntimeError: the script's own\n"), errors
 
 
 def _script(store: str) -> None:
@@ -101,8 +99,8 @@ def test_a_removed_handle(rank: int, world_size: int) -> None:
         lambda: handle.load("nowhere"),
     )
     for call in calls:
-        kind, said = fails(call)
-        assert (kind, said[:24]) == ("ValueError", "these sites were removed")
+        kind, text = fails(call)
+        assert (kind, text[:24]) == ("ValueError", "these sites were removed")
     equal(local_weights(model), before)
     assert not Path("nowhere").exists()
     dist.barrier()

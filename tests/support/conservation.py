@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from support.units import gathered
 from tagc.codecs.feedback import FeedbackRule, LeadFeedback
@@ -118,15 +117,7 @@ def _size(rule: FeedbackRule | None, stored: Tensor) -> Tensor:
 def _stored_within(rule: FeedbackRule | None, stored: Tensor) -> Tensor:
     """How far it may be from what was to be stored."""
     size = stored.double().abs()
-    if rule is None or rule.dtype == torch.float32:
-        return 0 * size
-    if rule.dtype == torch.bfloat16:
-        return 2.0**-8 * size
-    # Half a step of a block of 256, and what bfloat16 rounds off the step; an owner that keeps an
-    # estimate stores it once more.
-    blocks = pad(size, (0, -size.shape[1] % 256)).view(len(size), -1, 256)
-    steps = (blocks.amax(2, keepdim=True) / 127).expand_as(blocks).reshape(len(size), -1)
-    return 2 * (0.5 + 2.0**-7) * steps[:, : size.shape[1]]
+    return 0 * size if rule is None or rule.dtype == torch.float32 else 2.0**-8 * size
 
 
 def _each(

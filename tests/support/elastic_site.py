@@ -155,9 +155,9 @@ def joined(rank: int, world_size: int, rules: Any = POLICY, **more: Any) -> Elas
 def check_accounts(site: ElasticSite) -> None:
     """What sites put in is what all were given plus what is owed, and all had the same anchors."""
     mine = (site.came_in, site.averages, site.counted, site.marks, site.owed(), site.lost)
-    said: list[Any] = [None] * site.world_size
-    dist.all_gather_object(said, (site.shard, mine))
-    sites = [other for shard, other in said if shard == site.shard]
+    everyones: list[Any] = [None] * site.world_size
+    dist.all_gather_object(everyones, (site.shard, mine))
+    sites = [other for shard, other in everyones if shard == site.shard]
     counted = set().union(*(counted for _, _, counted, _, _, _ in sites))
     assert len(counted) >= len(site.script) // 2
     for i, nothing in enumerate(torch.zeros_like(unit) for unit in site.owed()):

@@ -20,16 +20,15 @@ from tagc.policy import Policy
 RANKS_PER_HOST = 2
 
 
-def in_two_levels(
-    plan: UnitPlan, codec: dict[str, Any], feedback: str = "residual", **keys: Any
-) -> UnitPlan:
+def in_two_levels(plan: UnitPlan, codec: dict[str, Any], **keys: Any) -> UnitPlan:
     """The unit of :func:`support.units.codec_plan`, with several ranks on a host.
 
     Args:
         keys: of the policy.
     """
     info = replace(plan.info, ranks_per_host=RANKS_PER_HOST)
-    rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec, "feedback": {"kind": feedback}}
+    feedback = {"kind": "residual"}
+    rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec, "feedback": feedback}
     return build_plan([info], Policy.load({"schema": 1, "gradients": [rule], **keys})).units[0]
 
 

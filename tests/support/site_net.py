@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support.small_net import loss_of, net
+import tagc
+from support.small_net import Net, loss_of, net
 
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 FOUR_BITS = {
@@ -33,6 +34,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: int, steps: 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def in_sites(rules: dict[str, Any]) -> tuple[Net, torch.optim.Optimizer, Any]:
+    """A model on one device in sites, its optimizer and its handle."""
+    model = net()
+    optimizer = adam(model)
+    return model, optimizer, tagc.sites(model, optimizer, rules)
 
 
 def inside(kind: str, rank: int, world_size: int) -> tuple[nn.Module, Any, int]:

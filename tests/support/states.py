@@ -53,6 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "quantized none": rules(QUANTIZED, {"kind": "none"}),
     "quantized dithered": rules(QUANTIZED | {"rounding": "stochastic"}),
     "inside": rules(QUANTIZED, {"kind": "residual"}, inside="int8"),
+    "inside and changes": with_changes(4) | {"inside": "int8"},
     "inside warming up": rules(SKETCH | {"warmup_steps": 2}, inside="bfloat16"),
     "matrix lead": rules(MATRIX | {"level": 1.3}, LEAD),
     "matrix average": rules(
@@ -196,10 +197,8 @@ def shared_folder() -> Iterator[Path]:
 SAVERS = ("dcp", "safetensors")
 
 
-def train_and_save(
-    rank: int, saver: str, policy: dict, folder: Path, hosts: int | None = None
-) -> dict[str, Tensor]:
-    model = wrapped(policy, hosts=hosts)
+def train_and_save(rank: int, saver: str, policy: dict, folder: Path) -> dict[str, Tensor]:
+    model = wrapped(policy)
     run(model, rank, range(3))
     save(model, folder, saver)
     return residual_sums(model)
