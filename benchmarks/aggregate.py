@@ -19,7 +19,7 @@ from torch import Tensor
 from tagc import CountSketch, Sketch
 from tagc.ops.symbols import SYMBOLS
 
-from .records import Record, add_outputs, append, machine, markdown
+from .records import Record, add_output, append, machine, markdown
 
 about = "one process that adds up the messages of many"
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=4, help="whose messages are added (default: %(default)s)")
     add("--numel", type=int, default=1 << 22, help="elements of a gradient (default: %(default)s)")
     add("--rounds", type=int, default=7, help="of each way; medians count (default: %(default)s)")
-    add_outputs(parser, plots=False)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:

@@ -29,7 +29,7 @@ from tagc.policy import Policy
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
-from ..records import Record, add_outputs, append, machine, markdown, read
+from ..records import Record, add_output, append, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=600, help="of a run whose loss is measured")
     add("--rate", help="measure steps on links of this rate instead of losses: 100mbit; needs root")
     add("--timed", type=int, default=8, help="steps that are timed, with --rate")
-    add_outputs(parser, "runs/dimensions.jsonl")
+    add_output(parser, "runs/dimensions.jsonl")
 
 
 def run(args: argparse.Namespace) -> list[Record]:

@@ -23,9 +23,9 @@ from examples.text import load_corpus
 from tagc.policy.roles import layer_of
 
 from ..gloo import clip, with_powersgd
+from ..llama import Llama
 from ..records import Record
 from ..tokens import documentation, in_words
-from .llama import Llama
 from .settings import BYTES, Recipe, Run, Shape
 
 _HELD_OUT = 256
@@ -189,7 +189,7 @@ def _llama(shape: Shape) -> Llama:
     if shape.tied:
         raise ValueError("a model of Llama's family has a head of its own")
     sizes = {name: getattr(shape, name) for name in ("vocabulary", "width", "layers", "heads")}
-    return Llama(**sizes)
+    return Llama(inner=3 * shape.width, **sizes)
 
 
 def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) -> float:
