@@ -15,6 +15,10 @@ import torch
 from ..records import Record
 from .operators import Case, Contender, contenders, problem
 
+OURS = "tagc"
+# Turns: uncounted ones, the most, and those that even the slowest contender takes.
+_WARM_UP, _REPEATS, _LEAST = 2, 30, 3
+
 
 class Timing(NamedTuple):
     """Medians of one contender's ``repeats``: seconds on the device, and until the call returned,
@@ -32,10 +36,8 @@ Clock = Callable[[Contender], tuple[float, float]]
 class HostClock:
     """Wall-clock time, with cold caches.
 
-    In training, a forward and a backward pass run between two calls of an operator. So when a run
-    begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
-    depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
-    cached, and 0.33 ms after a contender with large temporary tensors.
+    In training, a forward and a backward pass run between two calls of an operator. With warm
+    caches, times would depend on the contender that ran before.
     """
 
     about = "median wall-clock time; caches flushed before every run"
@@ -98,31 +100,22 @@ def interleaved(
     contenders: Mapping[str, Contender],
     clock: Clock,
     *,
-    budget: float = 1.0,
-    repeats: int = 30,
-    least: int = 3,
-    warm_up: int = 2,
+    budget: float,
 ) -> dict[str, Timing]:
-    """Time all contenders in turns.
-
-    Args:
-        budget: seconds that each contender may take in all; a slow one skips later turns.
-        repeats: the most turns.
-        least: turns that even the slowest takes. If a single turn exceeds the budget, it is enough.
-        warm_up: uncounted runs before; a single one if it takes up the budget.
-    """
+    """Time all contenders in turns. Each may take ``budget`` seconds in all: a slow one skips later
+    turns, but takes ``_LEAST``, or a single one if that exceeds the budget."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
-    for turn in range(warm_up + repeats):
+    for turn in range(_WARM_UP + _REPEATS):
         for name, timed in contenders.items():
             counted, slow = taken[name], spent[name] >= budget
-            enough = 1 if spent[name] > 2 * budget else least
-            if slow and (turn < warm_up or len(counted) >= enough):
+            enough = 1 if spent[name] > 2 * budget else _LEAST
+            if slow and (turn < _WARM_UP or len(counted) >= enough):
                 continue
             began = time.perf_counter()
             measured = clock(timed)
             spent[name] += time.perf_counter() - began
-            if turn >= warm_up:
+            if turn >= _WARM_UP:
                 counted.append(measured)
     return {
         name: Timing(
@@ -132,9 +125,6 @@ def interleaved(
         )
         for name, counted in taken.items()
     }
-
-
-OURS = "tagc"
 
 
 def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> Record:

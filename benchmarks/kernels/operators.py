@@ -5,7 +5,7 @@ the input. An operator is right if it has the reference's bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
@@ -134,8 +134,7 @@ def _case(op: str, size: int, gradient: str = "float32", **values: Any) -> Case:
     return Case(op=op, numel=1 << size, gradient=gradient, **chosen)
 
 
-# Ranks whose messages the owner adds up.
-RANKS = 2
+RANKS = 2  # whose messages the owner adds up
 _MOST_COLUMNS = 4096
 _SAMPLE = 1 << 20
 
@@ -158,19 +157,13 @@ class Work:
     results: Sequence[int]
     floor: int
     row: Tensor
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do a case's work.
-
-    Attributes:
-        run: what the clock measures.
-        before: called ahead of every run, outside the clock, to restore inputs.
-        results: what a run writes; none of a clone.
-        note: which implementation this is.
-    """
+    """One way to do a case's work: what the clock measures, what restores its inputs outside the
+    clock, what a run writes, and which implementation it is."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -200,86 +193,62 @@ def _contender(work: Work, ops: Ops, note: str) -> Contender:
 
 
 def problem(case: Case, device: torch.device) -> Work:
-    """A case on its device."""
+    """A case on its device: normal gradients, and a residual half as large, ``[1, n]`` each; or
+    parameters before and after a step."""
     if case.rate is not None:
         return _exact(case, device)
-    row = make_row(case, device)
-    make_codec, sends = _OPS[case.op]
-    codec = make_codec(case, row)
-    size = row.grad.element_size()
-    sent = [torch.full((1, n), -1, dtype=torch.int32, device=device) for n in codec.parts]
-    out = torch.full_like(row.grad[0], torch.nan)
-    if sends:
-        # Gradient, residual (read and written) and message.
+    generator = torch.Generator(device).manual_seed(0)
+    shape, (gradient, residual) = (1, case.numel), case.dtypes
+    grad, left = (
+        torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
+        for dtype, scale in ((gradient, 1.0), (residual, 0.5))
+    )
+    return _MAKERS[case.op](case, grad, left)
+
+
+# Of an implementation: writes the parts of a message, each `[1, words]`, and updates the residual.
+_Send = Callable[[Ops, Tensor, Sequence[Tensor]], object]
+# Reads the parts of the messages of some ranks, which it may overwrite, and writes the shard `[n]`.
+_Read = Callable[[Ops, Sequence[Tensor], Tensor], object]
+
+
+def _one_end(
+    case: Case, grad: Tensor, residual: Tensor, *, parts: Sequence[int], send: _Send, read: _Read,
+    floor: int, ranks: int = RANKS, **facts: Any,
+) -> Work:  # fmt: skip
+    """The end of a codec that the case measures. ``parts``: int32 words of each part of a message;
+    ``floor``: bytes of a message that any codec would need to send the same."""
+    sent = [torch.full((1, n), -1, dtype=torch.int32, device=grad.device) for n in parts]
+    size = grad.element_size()
+    if not case.op.startswith("de"):
         return Work(
-            run=lambda ops, tensors: codec.send(ops, tensors[0], tensors[1:]),
-            tensors=(row.residual, *sent),
+            run=lambda ops, tensors: send(ops, tensors[0], tensors[1:]),
+            tensors=(residual, *sent),
             results=range(1 + len(sent)),
-            floor=case.numel * (size + 2 * row.residual.element_size()) + codec.floor,
-            row=row.grad,
-            facts=codec.facts,
+            floor=case.numel * (size + 2 * residual.element_size()) + floor,
+            row=grad,
+            facts=facts,
         )
-    codec.send(reference, row.residual, sent)
+    send(reference, residual, sent)
+    out = torch.full_like(grad[0], torch.nan)
     return Work(
-        run=lambda ops, tensors: codec.read(ops, tensors[1:], tensors[0]),
-        tensors=(out, *(part.expand(codec.ranks, -1).contiguous() for part in sent)),
+        run=lambda ops, tensors: read(ops, tensors[1:], tensors[0]),
+        tensors=(out, *(part.expand(ranks, -1).contiguous() for part in sent)),
         results=(0,),
-        floor=case.numel * size + codec.ranks * codec.floor,
-        row=row.grad,
-        facts=codec.facts,
+        floor=case.numel * size + ranks * floor,
+        row=grad,
+        facts=facts,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One destination's segment on the device: ``grad`` and ``residual``, ``[1, n]``."""
-
-    grad: Tensor
-    residual: Tensor
-
-
-def make_row(case: Case, device: torch.device) -> Row:
-    """Normal gradients, and a residual half as large."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(dtype: torch.dtype, scale: float) -> Tensor:
-        shape = (1, case.numel)
-        return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
-
-    gradient, residual = case.dtypes
-    return Row(grad=normal(gradient, 1.0), residual=normal(residual, 0.5))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codec:
-    """How a row becomes a message, and messages a shard.
-
-    Attributes:
-        parts: int32 words of each part of a message.
-        send: of an implementation, a residual ``[1, n]`` that it updates, and the parts
-            ``[1, words]`` that it writes.
-        read: of an implementation, the parts of ``ranks`` messages, which it may overwrite, and
-            the shard ``[n]`` that it writes: their sum, divided by ``ranks``.
-        floor: bytes of a message that any codec would need to send the same.
-        facts: further entries for the result.
-    """
-
-    parts: Sequence[int]
-    send: Callable[[Ops, Tensor, Sequence[Tensor]], object]
-    read: Callable[[Ops, Sequence[Tensor], Tensor], object]
-    floor: int
-    ranks: int = RANKS
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-def _sketch(case: Case, row: Row) -> Codec:
+def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """Bitmap, cells and counts; of one rank, as more ranks' keys are the same work. The floor has
     the bitmap only: cells are the price of this codec, not of the task."""
     assert case.symbol is not None
     assert case.density is not None
     symbol = SYMBOLS[case.symbol]
     groups = case.numel // symbol.lanes
-    x = row.grad[0].float() + row.residual[0].float()
+    x = grad[0].float() + residual[0].float()
     size = x.view(groups, -1)[:: max(1, groups // _SAMPLE)].abs().amax(1)
     # [1], what the share `density` of the groups exceeds.
     threshold = size.sort(descending=True).values[round(case.density * (size.numel() - 1))][None]
@@ -290,7 +259,7 @@ def _sketch(case: Case, row: Row) -> Codec:
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
         ops.encode(
-            row.grad, residual, threshold, step, seed, *message,
+            grad, residual, threshold, step, seed, *message,
             layout=layout, levels=levels, capacity=capacity,
         )  # fmt: skip
 
@@ -298,31 +267,29 @@ def _sketch(case: Case, row: Row) -> Codec:
         index, cells, _ = message
         ops.decode(index, cells[0], step, seed, out, None, stats, layout=layout, divisor=1)
 
-    return Codec(
-        parts=(layout.index_words, layout.cells, COUNTS),
-        send=send,
-        read=read,
-        floor=groups // 8,
-        ranks=1,
-        facts={"cells": layout.cells, "kept": max(1, round(case.density * groups))},
-    )
+    parts, kept = (layout.index_words, layout.cells, COUNTS), max(1, round(case.density * groups))
+    return _one_end(
+        case, grad, residual, parts=parts, send=send, read=read, floor=groups // 8, ranks=1,
+        cells=layout.cells, kept=kept,
+    )  # fmt: skip
 
 
-def _blocks(case: Case, row: Row) -> Codec:
+def _blocks(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """Blocks of 256."""
     assert case.bits is not None
     layout = BlockLayout(numel=case.numel, bits=case.bits)
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize(row.grad, residual, *message, layout=layout, average=0.0)
+        ops.quantize(grad, residual, *message, layout=layout, average=0.0)
 
     def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
         ops.dequantize(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
-    return Codec(parts=(layout.words,), send=send, read=read, floor=4 * layout.words)
+    words = layout.words
+    return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
 
 
-def _matrix(case: Case, row: Row) -> Codec:
+def _matrix(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """As nearly square as powers of two are, with at most 4096 columns. Its scales need a pass over
     gradient and residual before the one that rounds; the floor has one."""
     assert case.code is not None
@@ -330,18 +297,15 @@ def _matrix(case: Case, row: Row) -> Codec:
     layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize_matrix(row.grad, residual, *message, layout=layout, average=0.0)
+        ops.quantize_matrix(grad, residual, *message, layout=layout, average=0.0)
 
     def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
         ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
-    return Codec(
-        parts=(layout.words,),
-        send=send,
-        read=read,
-        floor=4 * layout.words,
-        facts={"rows": layout.rows, "columns": columns, "words": layout.words},
-    )
+    return _one_end(
+        case, grad, residual, parts=(layout.words,), send=send, read=read, floor=4 * layout.words,
+        rows=layout.rows, columns=columns, words=layout.words,
+    )  # fmt: skip
 
 
 def _exact(case: Case, device: torch.device) -> Work:
@@ -382,12 +346,11 @@ def _exact(case: Case, device: torch.device) -> Work:
     )
 
 
-# The codec of each operator, and whether it sends.
-_OPS = {
-    "encode": (_sketch, True),
-    "decode": (_sketch, False),
-    "quantize": (_blocks, True),
-    "dequantize": (_blocks, False),
-    "quantize_matrix": (_matrix, True),
-    "dequantize_matrix": (_matrix, False),
+_MAKERS = {
+    "encode": _sketch,
+    "decode": _sketch,
+    "quantize": _blocks,
+    "dequantize": _blocks,
+    "quantize_matrix": _matrix,
+    "dequantize_matrix": _matrix,
 }

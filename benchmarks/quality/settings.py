@@ -142,99 +142,77 @@ class Setting:
         return Run(method=method, recipe=recipe, **given)
 
 
-def _with(name: str, **recipe: Any) -> Setting:
-    return Setting(name=name, recipe=replace(PAIRED, **recipe))
+def _setting(
+    name: str, *, shape: Any = (), recipe: Any = (), rate: float | None = None, **given: Any
+) -> Setting:
+    """Changes of the first setting. ``rate``: dense's, which is not swept then."""
+    if rate is not None:
+        given |= {"rates": (rate,), "max_rates": 1}
+    shapes, recipes = replace(SMALL, **dict(shape)), replace(PAIRED, **dict(recipe))
+    return Setting(name=name, shape=shapes, recipe=recipes, **given)
 
 
-def _sites(name: str, sites: int, **recipe: Any) -> Setting:
-    return Setting(
-        name=name,
-        shape=replace(SMALL, ranks=sites, batch=32 // sites),
-        recipe=replace(PAIRED, averaged=1, **recipe),
-        rates=(9e-3,),
-        max_rates=1,
+def _sites(name: str, sites: int, batch: int | None = None, **given: Any) -> Setting:
+    """At the rate of 2 ranks. Without ``batch``, the sites share the batch of one."""
+    muon = "Muon" in name
+    return _setting(
+        name,
+        shape={"ranks": sites, "batch": batch or 32 // sites},
+        recipe={"averaged": 1, "optimizer": "muon" if muon else "adamw"},
+        **{"rate": 1.8e-2 if muon else 9e-3, **given},
     )
 
 
 _DDP = replace(DENSE, ddp=True)
-_LARGE = Shape(width=544, layers=6, heads=17, ranks=2, batch=4)
-_SHIPPED = (
+_LLAMA = (
     "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
     "stateless",
 )  # fmt: skip
 _BF16 = ("1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead")
-_LLAMA = Setting(
-    name="llama",
-    shape=Shape(family="llama", width=192, layers=2, heads=6, batch=4),
-    steps=300,
-    recipe=replace(PAIRED, windows=1024),
-    rates=(3e-3,),
-    max_rates=1,
-    lines=_SHIPPED,
-)
-_MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
+_LARGER = {"width": 128, "layers": 4, "heads": 4}
+_LARGE = {"width": 544, "layers": 6, "heads": 17, "ranks": 2, "batch": 4}
+# Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
+_WHOLE: dict[str, Any] = {"batch": 32, "steps": 2000}
+_WHOLE_SITES = {"dense": _DDP, "lines": ("sites, every 32, 2 bits, outer momentum 0.5",)}
 
-
-def _full_batches(name: str, sites: int, **recipe: Any) -> Setting:
-    """Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers."""
-    return replace(
-        _sites(name, sites, **recipe),
-        shape=replace(SMALL, ranks=sites, batch=32),
-        steps=2000,
-        dense=_DDP if sites > 1 else DENSE,
-        lines=("sites, every 32, 2 bits, outer momentum 0.5",) if sites > 1 else ("dense",),
-    )
-
-
-_FULL, _FULL_MUON = (
-    [
-        replace(_full_batches(f"{name}, full batches{suffix}", n, **recipe), rates=(rate,))
-        for name, n in (("1 site", 1), ("2 sites", 2), ("8 sites", 8))
-    ]
-    for suffix, rate, recipe in (("", 9e-3, {}), (", Muon", 1.8e-2, {"optimizer": "muon"}))
-)
-
-# After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
+# After the first setting, each one changes one thing.
 _ALL = (
-    Setting(name="2 k tokens, 4 ranks, AdamW"),
+    _setting("2 k tokens, 4 ranks, AdamW"),
     # The same tokens a step, on fewer or more ranks.
-    Setting(name="2 ranks", shape=replace(SMALL, ranks=2, batch=16)),
-    Setting(name="16 ranks", shape=replace(SMALL, ranks=16, batch=2)),
+    _setting("2 ranks", shape={"ranks": 2, "batch": 16}),
+    _setting("16 ranks", shape={"ranks": 16, "batch": 2}),
     # Less gradient noise, which could hide the codec's.
-    Setting(name="8 k tokens", shape=replace(SMALL, batch=32), steps=300),
-    Setting(name="32 k tokens", shape=replace(SMALL, batch=128), steps=150),
+    _setting("8 k tokens", shape={"batch": 32}, steps=300),
+    _setting("32 k tokens", shape={"batch": 128}, steps=150),
     # An embedding and a head of many rows, most of which no token of a step touches.
-    Setting(name="8 k words", shape=replace(SMALL, vocabulary=8192), steps=400, max_rates=3),
-    Setting(name="2000 steps", steps=2000),
-    Setting(name="width 128, 4 layers", shape=Shape()),
-    # Hours: its rate is not swept.
-    Setting(name="21.6 M parameters", shape=_LARGE, steps=1000, rates=(1e-3,), max_rates=1),
-    _with("Muon", optimizer="muon"),
-    replace(_with("SGD", optimizer="sgd"), unit=50.0),
-    replace(_with("Lion", optimizer="lion"), unit=0.1),
-    _with("beta2 0.999", beta2=0.999),
-    _with("no clipping", clip=None),
-    # Shipped policies leave the matrices of a smaller model uncompressed. Its rate is not swept.
-    replace(
-        _with("bf16", half=True, windows=1024, evaluations=3),
-        shape=Shape(batch=4),
-        steps=300,
-        rates=(4.5e-3,),
-        max_rates=1,
-        lines=_BF16,
-    ),
-    # Its rate is not swept.
-    _LLAMA,
+    _setting("8 k words", shape={"vocabulary": 8192}, steps=400, max_rates=3),
+    _setting("2000 steps", steps=2000),
+    _setting("width 128, 4 layers", shape=_LARGER),
+    _setting("21.6 M parameters", shape=_LARGE, steps=1000, rate=1e-3),  # hours
+    _setting("Muon", recipe={"optimizer": "muon"}),
+    _setting("SGD", recipe={"optimizer": "sgd"}, unit=50.0),
+    _setting("Lion", recipe={"optimizer": "lion"}, unit=0.1),
+    _setting("beta2 0.999", recipe={"beta2": 0.999}),
+    _setting("no clipping", recipe={"clip": None}),
+    # Shipped policies leave the matrices of a smaller model uncompressed.
+    _setting("bf16", shape=_LARGER | {"batch": 4}, steps=300, rate=4.5e-3, lines=_BF16,
+             recipe={"half": True, "windows": 1024, "evaluations": 3}),
+    _setting("llama", shape={"family": "llama", "width": 192, "heads": 6, "batch": 4},
+             recipe={"windows": 1024}, steps=300, rate=3e-3, lines=_LLAMA),
     _sites("2 sites", 2),
     _sites("8 sites", 8),
-    replace(_sites("2 sites, 3000 steps", 2), steps=3000),
-    replace(_sites("2 sites, 10000 steps", 2), steps=10_000, rates=(6e-3, 9e-3), max_rates=2),
-    replace(_sites("8 sites, 3000 steps", 8), steps=3000),
-    replace(_sites("8 sites, 10000 steps", 8), steps=10_000, dense=_DDP),
-    _MUON_SITES,
-    replace(_MUON_SITES, name="2 sites, Muon, 3000 steps", steps=3000),
-    replace(_MUON_SITES, name="2 sites, Muon, 10000 steps", steps=10_000, dense=_DDP),
-    *_FULL,
-    *_FULL_MUON,
-)
+    _sites("2 sites, 3000 steps", 2, steps=3000),
+    _sites("2 sites, 10000 steps", 2, steps=10_000, rate=None, rates=(6e-3, 9e-3), max_rates=2),
+    _sites("8 sites, 3000 steps", 8, steps=3000),
+    _sites("8 sites, 10000 steps", 8, steps=10_000, dense=_DDP),
+    _sites("2 sites, Muon", 2),
+    _sites("2 sites, Muon, 3000 steps", 2, steps=3000),
+    _sites("2 sites, Muon, 10000 steps", 2, steps=10_000, dense=_DDP),
+    _sites("1 site, full batches", 1, lines=("dense",), **_WHOLE),
+    _sites("2 sites, full batches", 2, **_WHOLE, **_WHOLE_SITES),
+    _sites("8 sites, full batches", 8, **_WHOLE, **_WHOLE_SITES),
+    _sites("1 site, full batches, Muon", 1, lines=("dense",), **_WHOLE),
+    _sites("2 sites, full batches, Muon", 2, **_WHOLE, **_WHOLE_SITES),
+    _sites("8 sites, full batches, Muon", 8, **_WHOLE, **_WHOLE_SITES),
+)  # fmt: skip
 SETTINGS = {setting.name: setting for setting in _ALL}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import suites
+from benchmarks import aggregate, suites
 from benchmarks.kernels import operators
 from benchmarks.kernels.measure import HostClock, measure
 from benchmarks.kernels.operators import OPS, Case
@@ -81,7 +81,7 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         raise torch.OutOfMemoryError("too large")
 
     file = tmp_path / "sub" / "k.jsonl"
-    monkeypatch.setitem(operators._OPS, "encode", (fails, True))
+    monkeypatch.setitem(operators._MAKERS, "encode", fails)
     assert suites.main([*SMALL, "--filter", "code/*5%", "--json", str(file)]) == 1
     table = capsys.readouterr().out
     assert "encode/2^12/float32/float32/5%/int8x4 failed: OutOfMemoryError: too large" in table
@@ -136,10 +136,12 @@ def test_help_and_plots_without_matplotlib(
     assert "tagc[demo]" in capsys.readouterr().err
 
 
-def test_an_aggregator_adds_sketches_without_decoding(tmp_path: Path, capsys: Any) -> None:
+def test_an_aggregator_adds_sketches_without_decoding(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command itself checks the sums of sketches, to the bit."""
-    small = ["--workers", "3", "--numel", "65536", "--rounds", "2"]
-    assert suites.main(["aggregate", *small, "--json", str(tmp_path / "r.jsonl")]) == 0
+    monkeypatch.setattr(aggregate, "NUMEL", 65536)
+    assert suites.main(["aggregate", "--json", str(tmp_path / "r.jsonl")]) == 0
     rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:4]]
     dense, sketched = (float(row[1]) for row in rows)
     assert dense == 32
