@@ -70,7 +70,7 @@ def _train(
     run: Run, start: Mapping[str, Any] | None = None, *, reshard: bool = True
 ) -> tuple[list[float], Mapping[str, Any]]:
     """What the all-gathers about each step send to another rank, in bits an element of the sender's
-    shard; and the weights at the end. ``start``: weights of a model to fine-tune."""
+    shard; and the weights at the end. ``start``: weights to fine-tune."""
     corpus, ranks = load_corpus(), dist.get_world_size()
     model = make_model(run)
     if start is not None:
@@ -91,7 +91,7 @@ def _train(
         )
         model(*batch).backward()
         bits.append(8 * ledger.tally().payload[ledger.PARAMETERS] / (numel * (ranks - 1)))
-        clip(model.parameters(), run.recipe.clip or 0.0)
+        clip(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             share = 1.0 if start is not None else factor(step, run.steps, run.recipe.floor)
             group["lr"] = run.rate * share

