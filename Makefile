@@ -56,7 +56,7 @@ test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-test-device: $(INSTALLED) ## run all GPU kernels without a GPU in two ways, for minutes
+test-device: $(INSTALLED) ## compile and emulate all GPU kernels without a GPU, for minutes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" tests/triton tests/device
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
