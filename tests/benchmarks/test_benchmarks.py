@@ -14,8 +14,6 @@ from benchmarks import aggregate, suites
 from benchmarks.kernels import operators
 from benchmarks.kernels.measure import HostClock, measure
 from benchmarks.kernels.operators import OPS, Case
-from benchmarks.one_device import alone
-from benchmarks.rank import sharded
 from support.paths import ROOT
 
 CPU = torch.device("cpu")
@@ -178,19 +176,6 @@ def test_all_policies_step_on_a_cpu(capsys: Any) -> None:
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) == 9
     assert " | 1.000 | " in rows[2]
-
-
-def test_gathered_parameters_are_copies_of_the_own_shard() -> None:
-    with alone(4):
-        model: Any = sharded(torch.device("cpu"))
-        weight = model.lm_head.weight
-        assert weight.full_tensor().shape == (1000, 128)
-        tokens = torch.randint(256, (1, 16))
-        loss = model(tokens, tokens)
-        loss.backward()
-    assert loss.isfinite()
-    assert weight.grad is not None
-    assert weight.grad.to_local().shape == (250, 128)
 
 
 def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
