@@ -124,18 +124,6 @@ def _() -> Iterator[Case]:
         yield from blocks(x, 4, x.to(residual), average=average)
 
 
-@edge("blocks: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    rng = np.random.default_rng(0)
-    for bits, result in ((8, (F32, 1)), (8, (BF16, 3)), (4, (F16, 4)), (4, (F32, 7))):
-        layout = BlockLayout(numel=150, bits=bits, block=32)
-        x = oracle.values((12, 150), rng) * torch.from_numpy(rng.choice([1, 1e3, 1e-3], (12, 1)))
-        message = sent_blocks(x.float(), layout)
-        forwards = message.view(2, 6, -1)
-        for several in (forwards, forwards.flip(1).contiguous(), message.view(12, 1, -1)):
-            yield from sums_of_blocks(several, layout, result)
-
-
 @edge("blocks: any words have a sum, also beyond the largest number")
 def _() -> Iterator[Case]:
     rng = np.random.default_rng(1)
@@ -332,32 +320,6 @@ def _() -> Iterator[Case]:
     x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
     for bits, group, dtype in CODES:  # rows that send nothing keep the sign
         yield from matrix(x, bits, group, x.to(dtype))
-
-
-@edge("matrix: messages are added in their order, from the first")
-def _() -> Iterator[Case]:
-    factors = torch.tensor([1, 3e5, 7e3, 1.7, 50, 2e6])[:, None, None]
-    for (bits, group, dtype), result in zip(CODES, (F32, BF16, F32), strict=True):
-        x = random_matrix((6, 5, 60), np.random.default_rng(bits + group)) * factors
-        x[1, 1, 0] = INF
-        for order in (x, x.flip(0)):
-            *_, made = matrix(order, bits, group, dtype, dtype=result, divisor=7)
-            yield made
-
-
-@edge("matrix: a damaged message")
-def _() -> Iterator[Case]:
-    """A row whose scale is infinite leaves those that follow it as they are."""
-    layout = MatrixLayout(rows=4, columns=5)
-    message = torch.zeros(1, layout.words, dtype=I32)
-    REFERENCE.quantize_matrix(
-        random_matrix((1, 4, 5), np.random.default_rng(0)).flatten(1), None, message,
-        layout=layout, average=0.0,
-    )  # fmt: skip
-    # An infinite scale is 0x7F8 as a row's byte and the base.
-    message[0, 0] = 0x7F8 - 200
-    message[0, sum(layout.head[:2])] = 200 + (100 << 8) + (100 << 16) + (100 << 24)
-    yield sum_of_matrices(message, layout)
 
 
 # Sketches
