@@ -3,12 +3,10 @@ hosts: a network namespace per host, all on one switch.
 
     python -m benchmarks.network.launch --ranks 2 --rate 100mbit examples/train_gpt.py --steps 40
 
-The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
-exists outside: nothing can reach the machine, and nothing of it is changed. If links have latency,
-the switch is a process (``latency.py``). A host has one rank, or several, which reach each other
-over its loopback, without a limit. It has one interface, ``e0``; what it sends is shaped there by a
-token bucket (``tc``, tbf). What it receives is not shaped; in symmetric collectives that is the sum
-of what the others may send.
+The switch is a bridge in a namespace of its own: nothing can reach the machine, and nothing of it
+is changed. If links have latency, the switch is a process (``latency.py``). A host has one rank, or
+several, which reach each other over its loopback, without a limit. What it sends over its one
+interface, ``e0``, is shaped by a token bucket (``tc``, tbf); what it receives is not.
 """
 
 from __future__ import annotations

@@ -37,13 +37,7 @@ _RATE = 1e-3
 
 
 class Trainer:
-    """One rank of one method's training, from the same weights and batches as all others.
-
-    Attributes:
-        steps: optimizer steps done.
-        ranks_per_host: that share its link.
-        parameters: elements of the whole model.
-    """
+    """One rank of one method's training, from the same weights and batches as all others."""
 
     def __init__(
         self, method: Method, settings: Settings, mesh: DeviceMesh, corpus: Corpus
@@ -239,9 +233,8 @@ class MessageReduceScatter(_Messages, ReduceScatter):
 
 
 class MessageAllGather(_Messages, AllGather):
-    """All-gather of fp32 parameters by messages. Every rank computes in fp32 with parameters that
-    were rounded to ``wire``, its own, too, so that all ranks agree. On hosts, a rank sends to one
-    rank of each other host, and inside the host what came."""
+    """All-gather of fp32 parameters by messages, which all ranks round to ``wire``, their own, too.
+    On hosts, a rank sends to one rank of each other host, and inside the host what came."""
 
     def __call__(
         self,
