@@ -157,9 +157,9 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 def _file_of(block: Block) -> str | None:
     """``tagc/codecs/float8.py``, where the text says that the block is this new file."""
-    said = block.before.lstrip().removeprefix("`").partition("`")[0]
-    new = said.startswith("tagc/") and said.endswith(".py") and not (ROOT / said).exists()
-    return said if new else None
+    file = block.before.lstrip().removeprefix("`").partition("`")[0]
+    new = file.startswith("tagc/") and file.endswith(".py") and not (ROOT / file).exists()
+    return file if new else None
 
 
 def _module(path: str) -> str:
@@ -219,9 +219,9 @@ def _check_parts(names: dict[str, Any]) -> None:
     message = torch.empty(2, plan.words, dtype=torch.int32)
     names["EncodeFloat8"]().run(x, residual, message)
     for row in range(2):
-        said = torch.empty(1, 1001)
-        names["SumFloat8"](1).run(message[row : row + 1], said)
-        assert torch.equal(said[0] + residual[row], x[row])
+        out = torch.empty(1, 1001)
+        names["SumFloat8"](1).run(message[row : row + 1], out)
+        assert torch.equal(out[0] + residual[row], x[row])
     kind = importlib.import_module("tagc.codecs.plan").CodecKind
     assert isinstance(names["FLOAT8"], kind)
 
