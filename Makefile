@@ -17,7 +17,6 @@ LINK ?=
 STEPS ?= $(if $(LINK),60,300)
 OUT ?= runs/gpu
 TEXT ?=
-SECONDS ?= 570
 TRITON ?=
 MUTANTS ?=
 ALL ?=
@@ -57,7 +56,7 @@ test: $(INSTALLED) ## run the tests that need neither minutes nor a GPU nor root
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-test-device: $(INSTALLED) ## run all GPU kernels without a GPU in two ways, for minutes
+test-device: $(INSTALLED) ## compile and emulate all GPU kernels without a GPU, for minutes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" tests/triton tests/device
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
@@ -94,16 +93,16 @@ gpu: $(INSTALLED) ## GPU tests, benchmark, training steps, each with a time limi
 	@mkdir -p $(OUT); \
 	part() { timeout -s KILL $$2 $(BIN)/python -m $$3 > $(OUT)/$$1 2>&1 || failed="$$failed $$1"; cat $(OUT)/$$1; }; \
 	part tests.txt 200 "pytest -n 4 -rfEs -m gpu tests/triton tests/test_no_sync.py"; \
-	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json $(OUT)/kernels.jsonl --plots $(OUT)"; \
+	part kernels.md 170 "benchmarks kernels --device cuda --time-limit 130 --json $(OUT)/kernels.jsonl"; \
 	part rank.md 120 "benchmarks rank --json $(OUT)/rank.jsonl"; \
 	part captured.md 60 "benchmarks rank --width 512 --captured --policies hybrid thrifty --json $(OUT)/rank.jsonl"; \
 	PYTHONPATH="tests:$$PYTHONPATH" part ranks.txt 150 "nccl_ranks --seconds 110"; \
 	test -z "$$failed" || { echo "failed or stopped:$$failed" >&2; exit 1; }
 
 # What is known when the time is up is kept: a run that is cut off leaves its curve.
-gpu-quality: $(INSTALLED) ## losses of 100 M parameters on a GPU that 4 ranks share, within ten minutes (OUT, TEXT, SECONDS)
+gpu-quality: $(INSTALLED) ## losses of 100 M parameters on a GPU that 4 ranks share, within ten minutes (OUT, TEXT)
 	@mkdir -p $(OUT)
-	$(BIN)/python -m benchmarks quality gpu --seconds $(SECONDS) --json $(OUT)/gpu-quality.jsonl $(if $(TEXT),--text $(TEXT))
+	$(BIN)/python -m benchmarks quality gpu --json $(OUT)/gpu-quality.jsonl $(if $(TEXT),--text $(TEXT))
 
 bench-network: $(INSTALLED) ## train over rate-limited links; needs root, ip and tc, under an hour
 	$(BIN)/python -m benchmarks network

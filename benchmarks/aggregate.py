@@ -19,33 +19,30 @@ from torch import Tensor
 from tagc import CountSketch, Sketch
 from tagc.ops.symbols import SYMBOLS
 
-from .records import Record, add_outputs, append, machine, markdown
+from .records import Record, add_output, append, machine, markdown
 
 about = "one process that adds up the messages of many"
 
 DENSITY = 0.05  # LHC's benchmark
+WORKERS, NUMEL, _ROUNDS = 4, 1 << 22, 7
 _SYMBOL = SYMBOLS["int8x4"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    add = parser.add_argument
-    add("--workers", type=int, default=4, help="whose messages are added (default: %(default)s)")
-    add("--numel", type=int, default=1 << 22, help="elements of a gradient (default: %(default)s)")
-    add("--rounds", type=int, default=7, help="of each way; medians count (default: %(default)s)")
-    add_outputs(parser, plots=False)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Measure on one thread; the ways take turns."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    xs = [torch.randn(args.numel) for _ in range(args.workers)]
+    xs = [torch.randn(NUMEL) for _ in range(WORKERS)]
     messages = sketches(xs)
     size = messages[0].index.nbytes + messages[0].cells.nbytes
-    turns = [(_seconds(xs, Tensor.add_), _seconds(messages, _add)) for _ in range(args.rounds + 1)]
+    turns = [(_seconds(xs, Tensor.add_), _seconds(messages, _add)) for _ in range(_ROUNDS + 1)]
     dense, sketched = (statistics.median(took) for took in zip(*turns[1:], strict=True))
-    facts = {"suite": "aggregate", "workers": args.workers, "numel": args.numel} | machine()
+    facts = {"suite": "aggregate", "workers": WORKERS, "numel": NUMEL} | machine()
     records = [
         facts | {"way": "dense fp32", "message_bytes": xs[0].nbytes, "add_seconds": dense},
         facts | {"way": "sketch of a shared 5%, int8x4", "message_bytes": size,

@@ -31,7 +31,7 @@ from tagc.handle import collectives, wrapper
 
 from .one_device import alone
 from .rank import sharded, wrap
-from .records import Record, add_outputs, machine, markdown, measured
+from .records import Record, add_output, machine, markdown, measured
 
 about = "the host's time of a step, with kernels that do nothing; needs no GPU"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "thrifty")
@@ -86,7 +86,7 @@ def measure(policy: str, steps: int) -> Record:
             if step == _SETTLE:
                 started, ours, shares = 0, [], []
             spent, start = 0.0, time.perf_counter()
-            model(batch).backward()
+            model(batch, batch).backward()
             model.zero_grad()
             rest = time.perf_counter() - start - spent
             ours.append(1e3 * spent)
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", nargs="+", default=_POLICIES, metavar="POLICY",
         help="policies that do not select; default: %(default)s",
     )  # fmt: skip
-    add_outputs(parser, plots=False)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:

@@ -19,16 +19,16 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import tagc
 
+from .llama import Llama
 from .one_device import alone
-from .records import Record, add_outputs, machine, markdown, measured
+from .records import Record, add_output, machine, markdown, measured
 
 about = "one rank's steps of a large model on one device, without the network"
 
@@ -38,63 +38,25 @@ _POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
 _TIMED = 5
 
 
-class Block(nn.Module):
-    """Causal attention and a gated MLP, named as policies expect."""
-
-    def __init__(self, width: int, inner: int, heads: int) -> None:
-        super().__init__()
-        sizes = {
-            "gate_proj": (width, inner),
-            "up_proj": (width, inner),
-            "down_proj": (inner, width),
-        }
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.self_attn = nn.ModuleDict(
-            {f"{name}_proj": nn.Linear(width, width, bias=False) for name in "qkvo"}
-        )
-        self.mlp = nn.ModuleDict(
-            {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        attn, mlp, y = self.self_attn, self.mlp, self.norm1(x)
-        q, k, v = (
-            attn[f"{name}_proj"](y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for name in "qkv"
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + attn["o_proj"](mixed.transpose(1, 2).flatten(2))
-        y = self.norm2(x)
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
-
-
-class Net(nn.Module):
-    """A decoder: with the default sizes, a model of 7 billion parameters."""
-
-    def __init__(self, width: int = 4096, layers: int = 32) -> None:
-        super().__init__()
-        inner, heads, words = width * 43 // 16, max(4, width // 128), width * 125 // 16
-        self.embed_tokens = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Block(width, inner, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, words, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss of predicting ``tokens`` ``[B, T]`` from themselves."""
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
+def decoder(width: int = 4096, layers: int = 32) -> Llama:
+    """With the default sizes, a model of 7 billion parameters."""
+    return Llama(
+        vocabulary=width * 125 // 16,
+        width=width,
+        inner=width * 43 // 16,
+        layers=layers,
+        heads=max(4, width // 128),
+        plain=True,
+    )
 
 
 def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Module:
     """The model, in bfloat16 with shards in float32; each rank has its own only. On a CPU it is
     tiny, with ``layers``."""
     with torch.device("meta"):
-        model = Net(128, layers) if device.type == "cpu" else Net(width)
+        model = decoder(128, layers) if device.type == "cpu" else decoder(width)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in model.layers:
+    for layer in model.model.layers:
         fully_shard(layer, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
     model.to_empty(device=device)
@@ -142,7 +104,7 @@ def train(name: str, device: torch.device, tokens: int, settle: int, width: int)
         synchronize()
         start = time.perf_counter()
         if graph is None:
-            model(batch).backward()
+            model(batch, batch).backward()
         else:
             if handle is not None:
                 handle.before_replay()
@@ -160,7 +122,7 @@ def train(name: str, device: torch.device, tokens: int, settle: int, width: int)
         if handle is not None:
             handle.before_capture()
         with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            model(batch).backward()
+            model(batch, batch).backward()
         captured.replay()
         graph = captured
         step()
@@ -227,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settle", type=int, default=8, help="steps before; default: %(default)s")
     add("--captured", action="store_true", help="run each one also as replays of a CUDA graph")
     add("--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s")
-    add_outputs(parser, plots=False)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:

@@ -1,5 +1,4 @@
-"""What all benchmarks write: results as JSON lines, the machine behind them, tables; and the
-options for that."""
+"""What all benchmarks write: results as JSON lines, the machine behind them, and tables."""
 
 from __future__ import annotations
 
@@ -24,23 +23,21 @@ import tagc
 Record = dict[str, Any]
 
 
-def add_outputs(
-    parser: argparse.ArgumentParser, file: str | None = None, *, plots: bool = True
-) -> None:
-    """Add options for the output.
-
-    Args:
-        file: default file for results, if the suite always keeps them, so that a second call
-            resumes.
-        plots: whether the suite draws plots.
-    """
+def add_output(parser: argparse.ArgumentParser, file: str | None = None) -> None:
+    """Add ``--json``. ``file``: where a suite always keeps its results, so that a second call
+    resumes."""
     parser.add_argument(
         "--json", type=Path, metavar="FILE", default=file and Path(file),
         help="append the results, one per line" if file is None
         else "results, one per line; runs that it already has are not made again (%(default)s)",
     )  # fmt: skip
-    if plots:
-        parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
+
+
+def count(text: str) -> int:
+    """An option that is a number, at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1")
+    return number
 
 
 def append(file: Path, record: Record) -> None:
@@ -116,7 +113,8 @@ def measured(
             found = run()
         except Exception as error:
             traceback.print_exc()
-            found = {"failed": about_error(error)}
+            first, *_ = [*str(error).strip().splitlines(), ""]
+            found = {"failed": f"{type(error).__name__}: {first}"}
         gc.collect()
         torch.cuda.empty_cache()
         records.append(facts | {field: name} | found)
@@ -124,12 +122,6 @@ def measured(
             append(file, records[-1])
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     return records
-
-
-def about_error(error: Exception) -> str:
-    """Kind and first line of an error."""
-    first, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}: {first}"
 
 
 def _text(key: Record) -> str:

@@ -1,10 +1,10 @@
 """The suites and the command line that runs them: ``python -m benchmarks SUITE [options]``.
 
 A suite is a module with ``about`` (one line of help), ``add_arguments(parser)``, ``run(args)``,
-``table(records) -> str`` (Markdown) and perhaps ``plots(records, folder) -> list[Path]``. ``run``
-appends its records to ``--json``, prints progress on stderr, and returns the records, which are
-printed and drawn, or an exit status. They have the suite's name as ``suite``, by which ``report``
-prints and draws them again; one that has ``failed`` makes the status 1.
+``table(records) -> str`` (Markdown) and perhaps ``plot(records, folder) -> Path``. ``run`` appends
+its records to ``--json``, prints progress on stderr, and returns the records, which are printed, or
+an exit status. They have the suite's name as ``suite``, by which ``report`` prints them again; one
+that has ``failed`` makes the status 1.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from tagc.basics.plots import PlotsUnavailableError, pyplot
+from tagc.basics.plots import PlotsUnavailableError
 
-from .records import Record, read
+from .records import read
 
 # name -> module; imported only when requested.
 SUITES = {
@@ -30,7 +30,6 @@ SUITES = {
     "dimensions": ".dimensions.training",
     "rank": ".rank",
     "host": ".host",
-    "structure": ".structure",
     "report": ".suites",
 }
 _DEFAULT = "kernels"
@@ -52,12 +51,10 @@ def load(name: str) -> ModuleType:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the suite that the arguments name (default ``kernels``); return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        if argv:
-            print(_usage())
-            return 0
-        argv = [_DEFAULT]
-    name, *rest = argv
+    if argv[:1] in (["-h"], ["--help"]):
+        print(_usage())
+        return 0
+    name, *rest = argv or [_DEFAULT]
     if name not in available():
         print(f"unknown suite {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
@@ -66,24 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     suite.add_arguments(parser)
     args = parser.parse_args(rest)
     try:
-        if getattr(args, "plots", None):
-            pyplot()  # before hours of work, not after
         done = suite.run(args)
-        if isinstance(done, int):
-            return done
-        if done:
-            _show(suite, done, getattr(args, "plots", None))
-        return int(not done or any("failed" in record for record in done))
     except (PlotsUnavailableError, ValueError) as error:
         print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return 2
-
-
-def _show(suite: ModuleType, records: Sequence[Record], plots: Path | None) -> None:
-    print(suite.table(records) + "\n")
-    if plots and hasattr(suite, "plots"):
-        for file in suite.plots(records, plots):
-            print(f"wrote {file}")
+    if isinstance(done, int):
+        return done
+    if done:
+        print(suite.table(done) + "\n")
+    return int(not done or any("failed" in record for record in done))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,15 +89,18 @@ def run(args: argparse.Namespace) -> int:
         records = read(args.files)
     except OSError as error:
         raise ValueError(error) from error
-    drawn = 0
+    printed = 0
     for name in dict.fromkeys(r.get("suite") for r in records):
         suite = load(name) if name in SUITES else None
         if suite is None or not hasattr(suite, "table"):
-            print(f"no suite draws the records of {name!r}", file=sys.stderr)
+            print(f"no suite prints the records of {name!r}", file=sys.stderr)
             continue
-        _show(suite, [r for r in records if r.get("suite") == name], args.plots)
-        drawn += 1
-    return 0 if drawn else 1
+        mine = [r for r in records if r.get("suite") == name]
+        print(suite.table(mine) + "\n")
+        if args.plots and hasattr(suite, "plot"):
+            print(f"wrote {suite.plot(mine, args.plots)}")
+        printed += 1
+    return 0 if printed else 1
 
 
 def _usage() -> str:

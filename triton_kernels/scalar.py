@@ -1,8 +1,6 @@
 """Device functions that several kernels share: hash, bit tricks, storage dtypes, rounding.
 
 Everything uses integer and correctly rounded operations, so a CPU and every GPU give the same bits.
-Triton's interpreter does so too, once it is set to round to bfloat16 and not to truncate
-(tests/support/interpreter.py).
 """
 
 from __future__ import annotations

@@ -29,36 +29,32 @@ from tagc.policy import Policy
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
-from ..records import Record, add_outputs, append, machine, markdown, read
+from ..records import Record, add_output, append, count, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
 
-_LOSSES = "pp 2; tp 2; ep 2; pp 2, tp 2"
 STARVED = Size(width=64, layers=2, heads=2, experts=8, best=2, skew=6.0)
-_METHODS = "dense; 8 bits; 4 bits"
+_TIMED = 8  # steps, on a link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
-    add("--layouts", default=_LOSSES, help="ranks by dimension: 'pp 2, dp 2, tp 2; tp 2'")
-    add(
-        "--methods",
-        default=_METHODS,
+    add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2",
+        help="ranks by dimension: 'pp 2, dp 2, tp 2; tp 2' (%(default)s)",
+    )  # fmt: skip
+    add("--methods", default="dense; 8 bits; 4 bits",
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
         "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
-    )
-    add(
-        "--starved",
-        action="store_true",
+    )  # fmt: skip
+    add("--starved", action="store_true",
         help="2 blocks of 8 experts, each token's best 2; the router favours the first ones",
-    )
-    add("--seeds", type=int, default=3, help="pairs of each line")
-    add("--steps", type=int, default=600, help="of a run whose loss is measured")
+    )  # fmt: skip
+    add("--seeds", type=count, default=3, help="pairs of each line")
+    add("--steps", type=count, default=600, help="of a run whose loss is measured")
     add("--rate", help="measure steps on links of this rate instead of losses: 100mbit; needs root")
-    add("--timed", type=int, default=8, help="steps that are timed, with --rate")
-    add_outputs(parser, "runs/dimensions.jsonl")
+    add_output(parser, "runs/dimensions.jsonl")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
@@ -83,28 +79,21 @@ def run(args: argparse.Namespace) -> list[Record]:
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     for seed in range(1 if args.rate else args.seeds):
         for text in args.layouts.split(";"):
-            layout = {}
-            for part in text.split(","):
-                name, ranks = part.split()
-                layout[name] = int(ranks)
+            parts = (part.split() for part in text.split(","))
+            layout = {name: int(ranks) for name, ranks in parts}
             if args.starved and "ep" not in layout:
                 raise ValueError(f"--starved: layout {text.strip()!r} has no dimension 'ep'")
+            size = STARVED if args.starved else Size(experts=4 if "ep" in layout else 0)
+            about = {"layout": layout, "steps": args.steps, "seed": seed, "size": size}
             for method in args.methods.split(";"):
-                yield Job(
-                    layout=layout,
-                    method=method.strip(),
-                    steps=args.steps,
-                    seed=seed,
-                    size=STARVED if args.starved else Size(experts=4 if "ep" in layout else 0),
-                    timed=args.timed if args.rate else 0,
-                )
+                yield Job(method=method.strip(), timed=_TIMED if args.rate else 0, **about)
 
 
 def table(records: Sequence[Record]) -> str:
     """The tables, as Markdown."""
     losses = [r for r in records if "loss" in r]
-    timed = [r for r in records if "seconds" in r]
     shares = [r for r in losses if "expert_shares" in r]
+    timed = [r for r in records if "seconds" in r]
     made = ((_losses, losses), (_shares, shares), (_times, timed))
     return "\n\n".join(make(found) for make, found in made if found)
 
@@ -116,9 +105,9 @@ def _losses(records: Sequence[Record]) -> str:
     rows = []
     for (layout, steps, method), losses in found.items():
         mean = sum(losses.values()) / len(losses)
-        beside: Mapping[int, float] = found.get((layout, steps, "dense"), {})
-        to = difference(losses, beside) if method != "dense" else None
-        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to or ""))
+        to = difference(losses, found.get((layout, steps, "dense"), {}))
+        about = "" if method == "dense" or to is None else to
+        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), about))
     return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
 
 
@@ -137,12 +126,13 @@ def _times(records: Sequence[Record]) -> str:
     bf16 = {(r["layout"], r["link"]): r for r in records if r["method"] == "bf16"}
     rows = []
     for r in records:
-        row = [r["link"], r["layout"], r["method"], f"{r['seconds']:.3f}"]
-        beside = bf16.get((r["layout"], r["link"]))
-        row.append(f"{beside['seconds'] / r['seconds']:.2f}" if beside else "")
-        row.append(f"{r['interface_bytes'] / 1e6:.2f}")
-        row.append(f"{r['interface_bytes'] / beside['interface_bytes']:.3f}" if beside else "")
-        rows.append(row)
+        seconds, sent = r["seconds"], r["interface_bytes"]
+        faster = fewer = ""
+        if beside := bf16.get((r["layout"], r["link"])):
+            faster = f"{beside['seconds'] / seconds:.2f}"
+            fewer = f"{sent / beside['interface_bytes']:.3f}"
+        row = [r["link"], r["layout"], r["method"], f"{seconds:.3f}", faster]
+        rows.append([*row, f"{sent / 1e6:.2f}", fewer])
     head = ["link", "layout", "activations", "s a step", "bf16's time to it", "MB a step"]
     return markdown([*head, "to bf16"], rows)
 
@@ -205,11 +195,9 @@ class Job:
         """What the result depends on, except the machine."""
         layout = " × ".join(f"{name} {n}" for name, n in self.layout.items())
         about = {"layout": layout, "method": self.method, "steps": self.steps, "rate": self.rate}
-        size = asdict(self.size)
         # Older records have no such keys.
-        for name, default in (("best", 1), ("skew", 0.0)):
-            if size[name] == default:
-                del size[name]
+        new = (("best", 1), ("skew", 0.0))
+        size = {k: v for k, v in asdict(self.size).items() if (k, v) not in new}
         return about | {"seed": self.seed, "timed": self.timed, **size}
 
 

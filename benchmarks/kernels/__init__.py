@@ -14,14 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from ..figure import Curve, Panel, draw
-from ..records import Record, add_outputs, machine, markdown, measured
+from ..records import Record, add_output, machine, markdown, measured
 from .measure import OURS, clock_for, measure
-from .operators import select
+from .operators import Case, select
 
 about = "speed of every operator beside its reference and a copy, on a CPU or a GPU"
 
@@ -41,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
         help="start no further case after this many seconds",
     )  # fmt: skip
-    add_outputs(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record] | int:
@@ -59,7 +57,9 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     return _measured(args, cases, device)
 
 
-def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> list[Record]:
+def _measured(
+    args: argparse.Namespace, cases: Sequence[Case], device: torch.device
+) -> list[Record]:
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
     clock, started = clock_for(device), time.monotonic()
@@ -74,24 +74,21 @@ def _measured(args: argparse.Namespace, cases: list, device: torch.device) -> li
                 # So that a case does not depend on those before it.
                 importlib.import_module("tagc.triton_kernels.scratch").release()
 
-    command = f"python -m benchmarks kernels {shlex.join(_words(args, device))}"
-    about = {"suite": "kernels", "timing": clock.about, "command": command}
-    return measured("case", runs(), about | machine(device), args.json)
-
-
-def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """What repeats this, without the files that it writes."""
+    # What repeats this, without the files that it writes.
     words = ["--device", device.type]
     words += ["--quick"] if args.quick else []
     words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    return words + [word for pattern in args.filter for word in ("--filter", pattern)]
+    words += [word for pattern in args.filter for word in ("--filter", pattern)]
+    command = f"python -m benchmarks kernels {shlex.join(words)}"
+    about = {"suite": "kernels", "timing": clock.about, "command": command}
+    return measured("case", runs(), about | machine(device), args.json)
 
 
 def table(results: Sequence[Record]) -> str:
     """A row per case: ours, its share of the copy bandwidth, and the others beside it.
 
-    Beside each other contender's time stands how many times faster ours is, or, where that would
-    compare with a wrong result, a number that the notes below explain.
+    Beside each other contender's time stands how many times faster ours is. Records may have
+    contenders whose results were wrong: those have a number that the notes below explain.
     """
     failed = [f"{r['case']} failed: {r['failed']}" for r in results if "failed" in r]
     measured = [r for r in results if "failed" not in r]
@@ -102,21 +99,21 @@ def table(results: Sequence[Record]) -> str:
         result = record["contenders"].get(name)
         if result is None:
             return "-"
-        refused = record["refused"].get(name)
+        refused = record.get("refused", {}).get(name)
         if refused is None:
-            return f"{_ms(result)}, {record['speedup'][name]:.3g}×"
-        return f"{_ms(result)} [{reasons.setdefault(refused, len(reasons) + 1)}]"
+            return f"{result['ms']:.3g} ms, {record['speedup'][name]:.3g}×"
+        return f"{result['ms']:.3g} ms [{reasons.setdefault(refused, len(reasons) + 1)}]"
 
     rows = []
     for r in measured:
         mine = r["contenders"][OURS]
+        ours = f"{mine['ms']:.3g} ms"
         # On a GPU the host's part is a matter of its own: launches.
-        on_gpu = r.get("device") == "cuda" and "host_ms" in mine
-        host = f" (host {mine['host_ms']:.3g} ms)" if on_gpu else ""
+        if r.get("device") == "cuda":
+            ours += f" (host {mine['host_ms']:.3g} ms)"
         floor, copy = f"{r['floor_bytes'] / 1e6:.1f} MB", f"{r['copy_gb_per_s']:.1f} GB/s"
-        beside = [other(r, name) for name in others]
         share, each = f"{mine['fraction']:.2f}", f"{1e6 * mine['ms'] / r['numel']:.2f}"
-        rows.append([r["case"], floor, copy, _ms(mine) + host, each, share, *beside])
+        rows.append([r["case"], floor, copy, ours, each, share, *(other(r, n) for n in others)])
     to_others = (f"{name}; speed of {OURS} to it" for name in others)
     head = ["case", "floor", "copy", OURS, "ns an element", "of copy", *to_others]
     notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
@@ -124,19 +121,3 @@ def table(results: Sequence[Record]) -> str:
     shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")
     machine = ", ".join(f"{key} {results[0][key]}" for key in shown if key in results[0])
     return "\n\n".join([machine, markdown(head, rows), below]).strip()
-
-
-def _ms(result: Record) -> str:
-    return f"{result['ms']:.3g} ms" if "ms" in result else "failed"
-
-
-def plots(results: Sequence[Record], folder: Path) -> list[Path]:
-    """The share of the copy bandwidth that ours reaches, case by case."""
-    measured = [r for r in results[::-1] if "failed" not in r]
-    shares = {r["case"]: r["contenders"][OURS]["fraction"] for r in measured}
-    if not shares:
-        return []
-    about = "floor's bytes per second, as a fraction of a copy's"
-    points = [(share, case) for case, share in shares.items()]
-    panel = Panel("", about, "", [Curve(OURS, points, {"ls": ""})])
-    return [draw([panel], folder / "kernels-fraction.png", height=1 + 0.2 * len(shares))]

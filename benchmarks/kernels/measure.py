@@ -1,4 +1,4 @@
-"""One case: every contender checked, then all of them timed in turns beside a plain copy, so that a
+"""One case: the results compared, then all contenders timed in turns beside a plain copy, so that a
 slow moment hits all of them. Results are medians.
 """
 
@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..records import Record, about_error
-from .operators import Case, Contender, problem
+from ..records import Record
+from .operators import Case, Contender, contenders, problem
+
+OURS = "tagc"
+# Turns: uncounted ones, the most, and those that even the slowest contender takes.
+_WARM_UP, _REPEATS, _LEAST = 2, 30, 3
 
 
 class Timing(NamedTuple):
@@ -32,10 +36,8 @@ Clock = Callable[[Contender], tuple[float, float]]
 class HostClock:
     """Wall-clock time, with cold caches.
 
-    In training, a forward and a backward pass run between two calls of an operator. So when a run
-    begins, the caches hold neither its operands nor its code nor Python's. With warm caches, times
-    depend on the contender that ran before: a copy of 4 MB takes 0.15 ms if its operands are still
-    cached, and 0.33 ms after a contender with large temporary tensors.
+    In training, a forward and a backward pass run between two calls of an operator. With warm
+    caches, times would depend on the contender that ran before.
     """
 
     about = "median wall-clock time; caches flushed before every run"
@@ -98,31 +100,22 @@ def interleaved(
     contenders: Mapping[str, Contender],
     clock: Clock,
     *,
-    budget: float = 1.0,
-    repeats: int = 30,
-    least: int = 3,
-    warm_up: int = 2,
+    budget: float,
 ) -> dict[str, Timing]:
-    """Time all contenders in turns.
-
-    Args:
-        budget: seconds that each contender may take in all; a slow one skips later turns.
-        repeats: the most turns.
-        least: turns that even the slowest takes. If a single turn exceeds the budget, it is enough.
-        warm_up: uncounted runs before; a single one if it takes up the budget.
-    """
+    """Time all contenders in turns. Each may take ``budget`` seconds in all: a slow one skips later
+    turns, but takes ``_LEAST``, or a single one if that exceeds the budget."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
-    for turn in range(warm_up + repeats):
+    for turn in range(_WARM_UP + _REPEATS):
         for name, timed in contenders.items():
             counted, slow = taken[name], spent[name] >= budget
-            enough = 1 if spent[name] > 2 * budget else least
-            if slow and (turn < warm_up or len(counted) >= enough):
+            enough = 1 if spent[name] > 2 * budget else _LEAST
+            if slow and (turn < _WARM_UP or len(counted) >= enough):
                 continue
             began = time.perf_counter()
             measured = clock(timed)
             spent[name] += time.perf_counter() - began
-            if turn >= warm_up:
+            if turn >= _WARM_UP:
                 counted.append(measured)
     return {
         name: Timing(
@@ -134,65 +127,47 @@ def interleaved(
     }
 
 
-OURS = "tagc"
-
-
 def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> Record:
     """The record of a case.
 
     ``fraction`` is that of the copy bandwidth which the device reaches in the same turns: the
-    time of a plain copy that reads and writes ``floor_bytes`` in all, over the contender's. A
-    speedup is only given over right results, and ``refused`` says why where not.
+    time of a plain copy that reads and writes ``floor_bytes`` in all, over the contender's.
 
     Raises:
-        RuntimeError: if ours is wrong.
+        RuntimeError: if ours differs from the reference.
     """
-    floor, makers, facts = problem(case, device)
-    contenders, results = _checked(makers)
-    if wrong := results[OURS]["wrong"]:
-        raise RuntimeError(f"wrong: {wrong}")
-    source = torch.zeros(max(1, floor // 8), device=device)
+    work = problem(case, device)
+    timed = contenders(work, device)
+    for contender in timed.values():
+        contender.before()
+        contender.run()
+    if not all(map(torch.equal, timed[OURS].results, timed["reference"].results)):
+        raise RuntimeError("wrong: its bits differ from the reference's")
+    source = torch.zeros(max(1, work.floor // 8), device=device)
     target = torch.empty_like(source)
     copying = {"copy": Contender(run=lambda: target.copy_(source))}
-    timings = interleaved(copying | contenders, clock, budget=budget)
+    timings = interleaved(copying | timed, clock, budget=budget)
     copy = timings.pop("copy").seconds
-    for name, timing in timings.items():
-        results[name] |= {
+    results: dict[str, Record] = {
+        name: {
+            "note": timed[name].note,
             "ms": _round(1e3 * timing.seconds),
             "host_ms": _round(1e3 * timing.host_seconds),
             "repeats": timing.repeats,
             "fraction": _round(copy / timing.seconds),
         }
-    others = {name: result for name, result in results.items() if name != OURS}
+        for name, timing in timings.items()
+    }
     mine = results[OURS]["ms"]
     return {
         **asdict(case),
-        **facts,
-        "floor_bytes": floor,
+        **work.facts,
+        "floor_bytes": work.floor,
         "copy_ms": _round(1e3 * copy),
-        "copy_gb_per_s": _round(floor / copy / 1e9),
+        "copy_gb_per_s": _round(work.floor / copy / 1e9),
         "contenders": results,
-        "speedup": {n: _round(r["ms"] / mine) for n, r in others.items() if not r["wrong"]},
-        "refused": {n: f"{n}: {r['wrong']}" for n, r in others.items() if r["wrong"]},
+        "speedup": {name: _round(r["ms"] / mine) for name, r in results.items() if name != OURS},
     }
-
-
-def _checked(makers: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, Record]]:
-    """Run and check all; the reference is first, and others are compared with it."""
-    contenders: dict[str, Contender] = {}
-    results: dict[str, Record] = {}
-    for name, make in makers.items():
-        try:
-            contender = make()
-            contender.before()
-            contender.run()
-            wrong = contender.check()
-            contenders[name] = contender
-        except Exception as error:  # reported; the others go on
-            results[name] = {"wrong": about_error(error)}
-        else:
-            results[name] = {"note": contender.note, "wrong": wrong, **contender.details}
-    return contenders, results
 
 
 def _round(x: float) -> float:

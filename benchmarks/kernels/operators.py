@@ -1,14 +1,11 @@
-"""The operators of each codec, beside the eager reference and a clone of the gradient, and the
-cases to measure: one operator on one input each.
-
-A codec is how to write a message and how to add messages up. Both ends are right if what the
-message says plus the residual is the gradient, and if they have the reference's bits.
+"""The cases to measure, one operator on one input each, beside the eager reference and a clone of
+the input. An operator is right if it has the reference's bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
@@ -137,233 +134,181 @@ def _case(op: str, size: int, gradient: str = "float32", **values: Any) -> Case:
     return Case(op=op, numel=1 << size, gradient=gradient, **chosen)
 
 
-# Ranks whose messages the owner adds up.
-RANKS = 2
+RANKS = 2  # whose messages the owner adds up
 _MOST_COLUMNS = 4096
 _SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One destination's segment on the device: ``grad`` and ``residual`` ``[1, n]``, ``x`` ``[n]``
-    float32, their sum."""
-
-    grad: Tensor
-    residual: Tensor
-    x: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codec:
-    """How a row becomes a message, and messages a shard.
+class Work:
+    """What an operator does with tensors that are made beforehand.
 
     Attributes:
-        parts: int32 words of each part of a message.
-        send: of an implementation, a residual ``[1, n]`` that it updates, and the parts
-            ``[1, words]`` that it writes.
-        read: of an implementation, the parts of ``ranks`` messages, which it may overwrite, and
-            the shard ``[n]`` that it writes: their sum, divided by ``ranks``.
-        floor: bytes of a message that any codec would need to send the same.
-        exact: whether a float32 residual has all that the message does not say.
+        run: the work, by an implementation, on :attr:`tensors`.
+        tensors: what a run reads and changes; every contender has copies of its own.
+        results: the indices of those that it writes.
+        floor: bytes that any implementation must read or write.
+        row: the input, for a clone.
         facts: further entries for the result.
     """
 
-    parts: Sequence[int]
-    send: Callable[[Ops, Tensor, list[Tensor]], object]
-    read: Callable[[Ops, list[Tensor], Tensor], object]
+    run: Callable[[Ops, Sequence[Tensor]], object]
+    tensors: Sequence[Tensor]
+    results: Sequence[int]
     floor: int
-    ranks: int = RANKS
-    exact: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
+    row: Tensor
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do a case's work.
-
-    Attributes:
-        run: what the clock measures.
-        before: called ahead of every run, outside the clock, to restore inputs.
-        check: after a run, says what is wrong with the result; None if it is right.
-        note: which implementation this is.
-        details: after a check, further entries for the result.
-    """
+    """One way to do a case's work: what the clock measures, what restores its inputs outside the
+    clock, what a run writes, and which implementation it is."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
-    check: Callable[[], str | None] = lambda: None
+    results: Sequence[Tensor] = ()
     note: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
 
 
-def problem(
-    case: Case, device: torch.device
-) -> tuple[int, dict[str, Callable[[], Contender]], dict[str, Any]]:
-    """A case on its device: the floor, makers of the contenders, further entries for the result.
-
-    All contenders work on one input. The floor has the bytes that any implementation must read or
-    write: gradient, residual and message, or messages and shard, which has the gradient's dtype.
-    """
-    if case.rate is not None:
-        return _exact(case, device)
-    row = make_row(case, device)
-    make_codec, sends = _OPS[case.op]
-    codec = make_codec(case, row)
-    size = row.grad.element_size()
-    if sends:
-        floor = case.numel * (size + 2 * row.residual.element_size()) + codec.floor
-    else:
-        floor = case.numel * size + codec.ranks * codec.floor
-    make = partial(_contender, row, codec, sends, [])
-    return floor, _makers(make, device, row.grad), codec.facts
-
-
-def _makers(
-    make: Callable[[Ops, str], Contender], device: torch.device, row: Tensor
-) -> dict[str, Callable[[], Contender]]:
+def contenders(work: Work, device: torch.device) -> dict[str, Contender]:
+    """All that do the work of a case, on one input; the reference is first."""
     name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
     return {
-        # First, so that its results are there when others are checked.
-        "reference": partial(make, reference, "eager torch"),
-        "tagc": partial(make, get_ops(device, name), note),
-        "clone": lambda: Contender(run=row.clone, note="the input"),
+        "reference": _contender(work, reference, "eager torch"),
+        "tagc": _contender(work, get_ops(device, name), note),
+        "clone": Contender(run=work.row.clone, note="the input"),
     }
 
 
-def make_row(case: Case, device: torch.device) -> Row:
-    """Normal gradients, and a residual half as large."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(dtype: torch.dtype, scale: float) -> Tensor:
-        shape = (1, case.numel)
-        return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
-
-    gradient, residual = case.dtypes
-    grad, left = normal(gradient, 1.0), normal(residual, 0.5)
-    return Row(grad=grad, residual=left, x=grad[0].float() + left[0].float())
-
-
-def _contender(
-    row: Row, codec: Codec, sends: bool, expected: list[Tensor], ops: Ops, note: str
-) -> Contender:
-    """One end of a codec. Every tensor is made here, none in a run."""
-    device = row.grad.device
-    sent = [torch.full((1, n), -1, dtype=torch.int32, device=device) for n in codec.parts]
-    residual, details = row.residual.clone(), {}
-    out = torch.full_like(row.x if sends else row.grad[0], torch.nan)
-
-    def of_all_ranks() -> list[Tensor]:
-        return [part.expand(codec.ranks, -1).clone() for part in sent]
-
-    if sends:
-        run = partial(codec.send, ops, residual, sent)
-        changed = [(residual, row.residual)]
-        results = [*sent, residual]
-    else:
-        codec.send(reference, residual, sent)
-        messages = of_all_ranks()
-        run, results = partial(codec.read, ops, messages, out), [out]
-        changed = list(zip(messages, of_all_ranks(), strict=True))
+def _contender(work: Work, ops: Ops, note: str) -> Contender:
+    mine = [tensor.clone() for tensor in work.tensors]
 
     def before() -> None:
-        for tensor, former in changed:
+        for tensor, former in zip(mine, work.tensors, strict=True):
             tensor.copy_(former)
 
-    def check() -> str | None:
-        if sends:
-            codec.read(reference, of_all_ranks(), out)
-        halves = torch.bfloat16 in (out.dtype, residual.dtype)
-        unit = 2.0**-8 if halves else 0.0 if codec.exact else 2.0**-23
-        allowed = (row.x.abs() + residual[0].float().abs()) * unit
-        excess = (out.float() + residual[0].float() - row.x).abs().sub_(allowed).max().item()
-        if not excess <= 0:  # a NaN is no small difference
-            return f"sent plus residual is not the gradient (off by {excess:.3g} beyond rounding)"
-        if ops is reference:
-            expected.extend(results)
-        elif not expected:
-            details["compared"] = "with nothing: the reference failed"
-        elif not all(map(torch.equal, results, expected)):
-            return "its bits differ from the reference's"
-        return None
-
-    return Contender(run=run, before=before, check=check, note=note, details=details)
+    results = [mine[i] for i in work.results]
+    return Contender(run=partial(work.run, ops, mine), before=before, results=results, note=note)
 
 
-def _sketch(case: Case, row: Row) -> Codec:
+def problem(case: Case, device: torch.device) -> Work:
+    """A case on its device: normal gradients, and a residual half as large, ``[1, n]`` each; or
+    parameters before and after a step."""
+    if case.rate is not None:
+        return _exact(case, device)
+    generator = torch.Generator(device).manual_seed(0)
+    shape, (gradient, residual) = (1, case.numel), case.dtypes
+    grad, left = (
+        torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
+        for dtype, scale in ((gradient, 1.0), (residual, 0.5))
+    )
+    return _MAKERS[case.op](case, grad, left)
+
+
+# Of an implementation: writes the parts of a message, each `[1, words]`, and updates the residual.
+_Send = Callable[[Ops, Tensor, Sequence[Tensor]], object]
+# Reads the parts of the messages of some ranks, which it may overwrite, and writes the shard `[n]`.
+_Read = Callable[[Ops, Sequence[Tensor], Tensor], object]
+
+
+def _one_end(
+    case: Case, grad: Tensor, residual: Tensor, *, parts: Sequence[int], send: _Send, read: _Read,
+    floor: int, ranks: int = RANKS, **facts: Any,
+) -> Work:  # fmt: skip
+    """The end of a codec that the case measures. ``parts``: int32 words of each part of a message;
+    ``floor``: bytes of a message that any codec would need to send the same."""
+    sent = [torch.full((1, n), -1, dtype=torch.int32, device=grad.device) for n in parts]
+    size = grad.element_size()
+    if not case.op.startswith("de"):
+        return Work(
+            run=lambda ops, tensors: send(ops, tensors[0], tensors[1:]),
+            tensors=(residual, *sent),
+            results=range(1 + len(sent)),
+            floor=case.numel * (size + 2 * residual.element_size()) + floor,
+            row=grad,
+            facts=facts,
+        )
+    send(reference, residual, sent)
+    out = torch.full_like(grad[0], torch.nan)
+    return Work(
+        run=lambda ops, tensors: read(ops, tensors[1:], tensors[0]),
+        tensors=(out, *(part.expand(ranks, -1).contiguous() for part in sent)),
+        results=(0,),
+        floor=case.numel * size + ranks * floor,
+        row=grad,
+        facts=facts,
+    )
+
+
+def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """Bitmap, cells and counts; of one rank, as more ranks' keys are the same work. The floor has
     the bitmap only: cells are the price of this codec, not of the task."""
     assert case.symbol is not None
     assert case.density is not None
     symbol = SYMBOLS[case.symbol]
     groups = case.numel // symbol.lanes
-    size = row.x.view(groups, -1)[:: max(1, groups // _SAMPLE)].abs().amax(1)
+    x = grad[0].float() + residual[0].float()
+    size = x.view(groups, -1)[:: max(1, groups // _SAMPLE)].abs().amax(1)
     # [1], what the share `density` of the groups exceeds.
     threshold = size.sort(descending=True).values[round(case.density * (size.numel() - 1))][None]
     capacity, levels = int(SLACK * case.density * groups) + 1, symbol.levels(RANKS)
     step = quantization_step(threshold, symbol, levels)
     layout = plan_layout(case.numel, symbol, capacity)
-    seed, stats = (torch.zeros(n, dtype=torch.int32, device=row.x.device) for n in (1, 2))
+    seed, stats = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (1, 2))
 
-    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
+    def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
         ops.encode(
-            row.grad, residual, threshold, step, seed, *message,
+            grad, residual, threshold, step, seed, *message,
             layout=layout, levels=levels, capacity=capacity,
         )  # fmt: skip
 
-    def read(ops: Ops, message: list[Tensor], out: Tensor) -> None:
+    def read(ops: Ops, message: Sequence[Tensor], out: Tensor) -> None:
         index, cells, _ = message
         ops.decode(index, cells[0], step, seed, out, None, stats, layout=layout, divisor=1)
 
-    return Codec(
-        parts=(layout.index_words, layout.cells, COUNTS),
-        send=send,
-        read=read,
-        floor=groups // 8,
-        ranks=1,
-        facts={"cells": layout.cells, "kept": max(1, round(case.density * groups))},
-    )
+    parts, kept = (layout.index_words, layout.cells, COUNTS), max(1, round(case.density * groups))
+    return _one_end(
+        case, grad, residual, parts=parts, send=send, read=read, floor=groups // 8, ranks=1,
+        cells=layout.cells, kept=kept,
+    )  # fmt: skip
 
 
-def _blocks(case: Case, row: Row) -> Codec:
+def _blocks(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """Blocks of 256."""
     assert case.bits is not None
     layout = BlockLayout(numel=case.numel, bits=case.bits)
 
-    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
-        ops.quantize(row.grad, residual, *message, layout=layout, average=0.0)
+    def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
+        ops.quantize(grad, residual, *message, layout=layout, average=0.0)
 
-    def read(ops: Ops, messages: list[Tensor], out: Tensor) -> None:
+    def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
         ops.dequantize(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
-    return Codec(parts=(layout.words,), send=send, read=read, floor=4 * layout.words)
+    words = layout.words
+    return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
 
 
-def _matrix(case: Case, row: Row) -> Codec:
+def _matrix(case: Case, grad: Tensor, residual: Tensor) -> Work:
     """As nearly square as powers of two are, with at most 4096 columns. Its scales need a pass over
     gradient and residual before the one that rounds; the floor has one."""
     assert case.code is not None
     columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
     layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
 
-    def send(ops: Ops, residual: Tensor, message: list[Tensor]) -> None:
-        ops.quantize_matrix(row.grad, residual, *message, layout=layout, average=0.0)
+    def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
+        ops.quantize_matrix(grad, residual, *message, layout=layout, average=0.0)
 
-    def read(ops: Ops, messages: list[Tensor], out: Tensor) -> None:
+    def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
         ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
-    return Codec(
-        parts=(layout.words,),
-        send=send,
-        read=read,
-        floor=4 * layout.words,
-        exact=False,  # no code says 0, so what is left of an element far below its step is rounded
-        facts={"rows": layout.rows, "columns": columns, "words": layout.words},
-    )
+    return _one_end(
+        case, grad, residual, parts=(layout.words,), send=send, read=read, floor=4 * layout.words,
+        rows=layout.rows, columns=columns, words=layout.words,
+    )  # fmt: skip
 
 
-def _exact(
-    case: Case, device: torch.device
-) -> tuple[int, dict[str, Callable[[], Contender]], dict[str, Any]]:
+def _exact(case: Case, device: torch.device) -> Work:
     """Parameters before and after changes of a tenth of the learning rate, which need about as many
     bits as AdamW's. Encoding measures first, as a rank does; the floor has one pass: old and new
     parameters, and message."""
@@ -375,44 +320,37 @@ def _exact(
     old = weights.mul_(0.02).bfloat16()
     new = weights.add_(change, alpha=case.rate / 10).bfloat16()
     layout = ExactLayout(spans=(case.numel,), dtype=new.dtype)
-    words = torch.empty(1, layout.plan_words, dtype=torch.int32, device=device)
-    expected = torch.empty(1, layout.words, dtype=torch.int32, device=device)
-    reference.measure_exact(new, old, words, layout=layout)
-    reference.encode_exact(new, old, words, expected, layout=layout)
-    total = int(words[0, 0])
+    words, message = (
+        torch.full((1, n), -1, dtype=torch.int32, device=device)
+        for n in (layout.plan_words, layout.words)
+    )
 
-    def contender(ops: Ops, note: str) -> Contender:
-        plan, message, row = torch.empty_like(words), expected.clone(), old.clone()
+    def encode(ops: Ops, tensors: Sequence[Tensor]) -> None:
+        ops.measure_exact(new, old, tensors[0], layout=layout)
+        ops.encode_exact(new, old, *tensors, layout=layout)
 
-        def encode() -> None:
-            ops.measure_exact(new, old, plan, layout=layout)
-            ops.encode_exact(new, old, plan, message, layout=layout)
+    def decode(ops: Ops, tensors: Sequence[Tensor]) -> None:
+        ops.decode_exact(*tensors, layout=layout)
 
-        def before() -> None:
-            message.fill_(-1) if case.op == "encode_exact" else row.copy_(old)
-
-        def check() -> str | None:
-            mine, right = (row.view(torch.int16), new.view(torch.int16))
-            if case.op == "encode_exact":
-                mine, right = message[:, :total], expected[:, :total]
-            return None if torch.equal(mine, right) else "its bits differ from the reference's"
-
-        def decode() -> None:
-            ops.decode_exact(message, row, layout=layout)
-
-        run = encode if case.op == "encode_exact" else decode
-        return Contender(run=run, before=before, check=check, note=note)
-
-    facts = {"message_bits": round(32 * total / case.numel, 2)}
-    return 4 * case.numel + 4 * total, _makers(contender, device, new), facts
+    found = words.clone(), message.clone()
+    encode(reference, found)
+    total = int(found[0][0, 0])
+    encodes = case.op == "encode_exact"
+    return Work(
+        run=encode if encodes else decode,
+        tensors=(words, message) if encodes else (found[1], old),
+        results=(1,),
+        floor=4 * case.numel + 4 * total,
+        row=new,
+        facts={"message_bits": round(32 * total / case.numel, 2)},
+    )
 
 
-# The codec of each operator, and whether it sends.
-_OPS = {
-    "encode": (_sketch, True),
-    "decode": (_sketch, False),
-    "quantize": (_blocks, True),
-    "dequantize": (_blocks, False),
-    "quantize_matrix": (_matrix, True),
-    "dequantize_matrix": (_matrix, False),
+_MAKERS = {
+    "encode": _sketch,
+    "decode": _sketch,
+    "quantize": _blocks,
+    "dequantize": _blocks,
+    "quantize_matrix": _matrix,
+    "dequantize_matrix": _matrix,
 }

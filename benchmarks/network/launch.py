@@ -3,12 +3,10 @@ hosts: a network namespace per host, all on one switch.
 
     python -m benchmarks.network.launch --ranks 2 --rate 100mbit examples/train_gpt.py --steps 40
 
-The switch is a bridge in a namespace of its own, so neither an address nor an interface of it
-exists outside: nothing can reach the machine, and nothing of it is changed. If links have latency,
-the switch is a process (``latency.py``). A host has one rank, or several, which reach each other
-over its loopback, without a limit. It has one interface, ``e0``; what it sends is shaped there by a
-token bucket (``tc``, tbf). What it receives is not shaped; in symmetric collectives that is the sum
-of what the others may send.
+The switch is a bridge in a namespace of its own: nothing can reach the machine, and nothing of it
+is changed. If links have latency, the switch is a process (``latency.py``). A host has one rank, or
+several, which reach each other over its loopback, without a limit. What it sends over its one
+interface, ``e0``, is shaped by a token bucket (``tc``, tbf); what it receives is not.
 """
 
 from __future__ import annotations
@@ -90,19 +88,13 @@ def check_requirements() -> None:
             "network namespaces need root: run it with sudo, or as root in a container with "
             "CAP_NET_ADMIN and CAP_SYS_ADMIN"
         )
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise NetworkUnavailable(
-            f"{' and '.join(missing)} not found: install iproute2, which has ip and tc"
-        )
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        raise NetworkUnavailable(f"{' and '.join(missing)} not found: install iproute2")
 
 
 def _creation_commands(tag: str, hosts: int, *, bridge: bool) -> list[str]:
-    """The commands that make the switch and the hosts' namespaces, links and addresses.
-
-    Args:
-        bridge: whether the switch is a bridge; if not, its ports are left unconnected.
-    """
+    """The commands that make the switch and the hosts' namespaces, links and addresses. Without
+    ``bridge`` the switch's ports are left unconnected."""
     switch, master = f"{tag}-switch", "master br0 " if bridge else ""
     commands = [f"ip netns add {switch}"]
     if bridge:
@@ -139,10 +131,7 @@ def _address(host: int) -> str:
 
 class Network:
     """A namespace for every host of ``ranks`` ranks on one switch, from ``__enter__`` until
-    ``__exit__``.
-
-    Names hold this process's id, so that two runs do not collide. What a killed run left behind
-    is removed on entry.
+    ``__exit__``. Entering removes what a killed run left behind.
 
     Args:
         rate: what a host may send.
@@ -162,7 +151,7 @@ class Network:
     ) -> None:
         self.ranks, self.ranks_per_host = ranks, ranks_per_host
         self._rate, self._latency = rate, latency
-        self._tag = f"{_PREFIX}-{os.getpid()}"
+        self._tag = f"{_PREFIX}-{os.getpid()}"  # so that two runs do not collide
         self.namespaces = [f"{self._tag}-h{host}" for host in range(ranks // ranks_per_host)]
         self._made = ExitStack()
 
@@ -171,12 +160,11 @@ class Network:
         remove_stale()
         with self._made as made:
             made.callback(self._remove)
-            for command in _creation_commands(
-                self._tag, len(self.namespaces), bridge=not self._latency
-            ):
+            hosts = len(self.namespaces)
+            for command in _creation_commands(self._tag, hosts, bridge=not self._latency):
                 _run(command)
             if self._latency:
-                made.callback(_end, _start_delayer(self._tag, self._latency, self.namespaces))
+                made.callback(_end, _start_delayer(self._tag, self._latency, hosts))
             for namespace in self.namespaces:
                 _set_congestion_control(namespace)
                 if self._rate != UNLIMITED:
@@ -247,7 +235,7 @@ class Network:
 
 
 def _work(file: Path) -> None:
-    """As one of the ranks. It ends with the process that started it."""
+    """As one of the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -292,9 +280,9 @@ def remove_stale() -> None:
                     raise
 
 
-def _start_delayer(tag: str, latency: float, hosts: Sequence[str]) -> subprocess.Popen[Any]:
-    names = [f"p{host}" for host in range(len(hosts))]
-    command = [sys.executable, "-m", "benchmarks.network.latency", f"{latency:.9f}", *names]
+def _start_delayer(tag: str, latency: float, hosts: int) -> subprocess.Popen[Any]:
+    command = [sys.executable, "-m", "benchmarks.network.latency", f"{latency:.9f}"]
+    command += [f"p{host}" for host in range(hosts)]
     made = subprocess.Popen(
         ["ip", "netns", "exec", f"{tag}-switch", *command],
         cwd=_ROOT,

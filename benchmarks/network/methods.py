@@ -24,14 +24,9 @@ from .launch import UNLIMITED
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every method of a run shares.
-
-    Attributes:
-        width, layers, heads, context: of the byte-level GPT.
-        batch: sequences per rank and micro-batch.
-        micro_batches: backward passes per optimizer step. With a policy on hosts, gradients stay
-            inside the host except for the last one.
-    """
+    """What every method of a run shares: sizes of the byte-level GPT, sequences per rank and
+    micro-batch, and backward passes per optimizer step. With a policy on hosts, gradients stay
+    inside the host except for those of the last one."""
 
     width: int = 320
     layers: int = 8

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tagc.basics.plots import pyplot, save
 from tagc.basics.quantities import format_seconds
 
-from ..figure import Curve, Panel, draw
 from ..records import Record, markdown
 from .launch import UNLIMITED, bits_per_second, label
 
@@ -54,20 +54,35 @@ def table(cells: Sequence[Record]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def plots(cells: Sequence[Record], folder: Path) -> list[Path]:
-    """Step time by bandwidth."""
-    rate, seconds = "what a host may send (Mbit/s)", "step time (s)"
-    panels = [
-        Panel(r.title, rate, seconds, [_curve(r, method) for method in r.methods], log="xy")
-        for r in group(cells)
-    ]
-    return [draw(panels, folder / "network-step-time.png")]
+def plot(cells: Sequence[Record], folder: Path) -> Path:
+    """Step time by bandwidth, a panel for each group.
 
-
-def _curve(r: Group, method: str) -> Curve:
-    limited = (rate for rate in r.rates if rate != UNLIMITED)
-    found = ((bits_per_second(rate) / 1e6, r.step_seconds(method, rate)) for rate in limited)
-    return Curve(method, [(bits, seconds) for bits, seconds in found if seconds])
+    Raises:
+        PlotsUnavailableError: if matplotlib is not installed.
+    """
+    groups = group(cells)
+    figure, grid = pyplot().subplots(
+        1, len(groups), figsize=(5.4 * len(groups), 4.2), layout="constrained", squeeze=False
+    )
+    methods = list(dict.fromkeys(method for r in groups for method in r.methods))
+    palette = pyplot().get_cmap("tab20")
+    handles: dict[str, Any] = {}
+    for axis, r in zip(grid[0], groups, strict=True):
+        for method in r.methods:
+            limited = {rate: r.step_seconds(method, rate) for rate in r.rates if rate != UNLIMITED}
+            points = {bits_per_second(rate) / 1e6: s for rate, s in limited.items() if s}
+            look = {"color": palette(methods.index(method) % 20), "marker": "o", "ms": 3, "lw": 1.2}
+            (handles[method],) = axis.plot([*points], [*points.values()], **look)
+        axis.set(xlabel="what a host may send (Mbit/s)", ylabel="step time (s)")
+        axis.set(xscale="log", yscale="log")
+        axis.set_title(r.title, fontsize=10)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.grid(alpha=0.25)
+    place = {"loc": "outside right upper", "fontsize": "x-small", "frameon": False}
+    figure.legend(handles.values(), handles.keys(), **place)
+    return save(figure, folder / "network-step-time.png")
 
 
 def step_table(r: Group) -> str:

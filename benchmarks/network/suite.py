@@ -8,13 +8,13 @@ import sys
 
 from tagc.basics.quantities import seconds
 
-from ..records import Record, Results, add_outputs
+from ..records import Record, Results, add_output, count
 from . import worker
 from .launch import UNLIMITED, Network, check_requirements, rates
 from .methods import DEFAULT, Settings, keys, resolve
-from .report import plots, table
+from .report import plot, table
 
-__all__ = ["about", "add_arguments", "plots", "run", "table"]
+__all__ = ["about", "add_arguments", "plot", "run", "table"]
 
 about = "time and bytes of FSDP training steps over rate-limited links; needs root"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
     add("--ranks", default="2,4", help="world sizes (default: %(default)s)")
-    add("--ranks-per-host", type=int, default=1,
+    add("--ranks-per-host", type=count, default=1,
         help="ranks that share a host and its link; all methods then work in two levels",
     )  # fmt: skip
     add("--rates", type=rates, default=_RATES, help="what a host may send (default: %(default)s)")
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
         "in bf16); default: all of them but sites, and some built-in policies",
     )
-    add("--steps", type=int, default=8, help="timed steps of a cell, at most")
+    add("--steps", type=count, default=8, help="timed steps of a cell, at most")
     add("--step-time", type=seconds,
         help="how long a step of a site takes, such as 250ms, as if a device computed it and left "
         "the cores idle (default: it is computed here)",
     )  # fmt: skip
-    add("--micro-batches", type=int, default=1, help="backward passes per optimizer step")
-    add_outputs(parser, "runs/network.jsonl")
+    add("--micro-batches", type=count, default=1, help="backward passes per optimizer step")
+    add_output(parser, "runs/network.jsonl")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
@@ -83,8 +83,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--ranks {args.ranks}: not several hosts of --ranks-per-host {args.ranks_per_host}"
         )
-    if args.micro_batches < 1:
-        raise ValueError(f"--micro-batches {args.micro_batches}: a step has at least one")
     args.ranks = ranks
     # The unlimited steps tell compute from communication, and how long the others will take.
     args.rates = tuple(dict.fromkeys((UNLIMITED, *args.rates)))

@@ -1,10 +1,8 @@
 """One rank's real training of one method: model, sharding, optimizer, step.
 
-The dense methods communicate without gloo's waste. gloo's own reduce-scatter sends twice what it
-must; messages to each rank and a local sum do not. gloo's all-to-all posts every receive behind a
-send to the same rank, so the word that this rank is ready waits for the data that goes the same
-way: with 2 ranks one direction waits for the other. Messages whose receives are posted first
-(:func:`exchange`) use both directions.
+The dense methods communicate without gloo's waste: its reduce-scatter sends twice what it must, and
+in its all-to-all one direction of a link waits for the other. Messages whose receives are posted
+first (:func:`exchange`) use both directions.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,34 +36,19 @@ _SETTLE_STEPS = 8
 _RATE = 1e-3
 
 
-class Model(GPT):
-    """The example's GPT with the loss in fp32 whatever the parameters are, as models have it."""
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.lm_head(self.transformer(tokens)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 class Trainer:
-    """One rank of one method's training, from the same weights and batches as all others.
-
-    Attributes:
-        steps: optimizer steps done.
-        ranks_per_host: that share its link.
-        parameters: elements of the whole model.
-    """
+    """One rank of one method's training, from the same weights and batches as all others."""
 
     def __init__(
         self, method: Method, settings: Settings, mesh: DeviceMesh, corpus: Corpus
     ) -> None:
-        self.method, self.settings = method, settings
-        self._corpus, self._rank, self._ranks = corpus, mesh.get_rank(), mesh.size()
+        self.method, self.settings, self._corpus = method, settings, corpus
         # As torchrun sets it.
         self.ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.steps = 0
         torch.manual_seed(0)
         sizes = ("width", "layers", "heads", "context")
-        model = Model(GPTConfig(**{name: getattr(settings, name) for name in sizes}))
+        model = GPT(GPTConfig(**{name: getattr(settings, name) for name in sizes}))
         self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
@@ -112,7 +94,7 @@ class Trainer:
         Reading the batch is not timed."""
         s = self.settings
         batches = [
-            self._corpus.batch(s.batch, s.context, seed=0, step=step, rank=self._rank)
+            self._corpus.batch(s.batch, s.context, seed=0, step=step, rank=dist.get_rank())
             for step in range(s.micro_batches * self.steps, s.micro_batches * (self.steps + 1))
         ]
         waited, start = ledger.tally().seconds, time.perf_counter()
@@ -207,20 +189,14 @@ def exchange(
 
 
 class _Messages:
-    """What both directions have.
+    """What both directions have: the dtype that travels, and with ``hosts`` two levels, inside a
+    host and between hosts."""
 
-    Args:
-        wire: dtype that travels.
-        hosts: work in two levels, inside a host and between hosts.
-    """
-
-    def __init__(self, wire: torch.dtype, hosts: HostGroups | None = None) -> None:
+    def __init__(self, wire: torch.dtype, hosts: HostGroups | None) -> None:
         self._wire, self._hosts = wire, hosts
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int | torch.SymInt], **how: Any) -> Tensor:
+        return torch.empty(*size, **how)
 
 
 class MessageReduceScatter(_Messages, ReduceScatter):
@@ -257,9 +233,8 @@ class MessageReduceScatter(_Messages, ReduceScatter):
 
 
 class MessageAllGather(_Messages, AllGather):
-    """All-gather of fp32 parameters by messages. Every rank computes in fp32 with parameters that
-    were rounded to ``wire``, its own, too, so that all ranks agree. On hosts, a rank sends to one
-    rank of each other host, and inside the host what came."""
+    """All-gather of fp32 parameters by messages, which all ranks round to ``wire``, their own, too.
+    On hosts, a rank sends to one rank of each other host, and inside the host what came."""
 
     def __call__(
         self,

@@ -103,11 +103,9 @@ class _Rank:
         return answers
 
     def _link(self) -> Record:
-        """Latency of 4-byte collectives (seconds), and rate of one as large as a block's (bits per
-        second, payload only): the median latency, and the rate over several, as gloo's collectives
-        use both directions of a link at one time and not at another. ``exchange`` is what the link
-        can do, by messages with the receives posted first. A collective is as slow as its slowest
-        rank."""
+        """Median latency (seconds) of 4-byte collectives, and mean rate (bits per second, payload
+        only) of those as large as a block's. ``exchange`` is what the link can do, by messages with
+        the receives posted first. A collective is as slow as its slowest rank."""
         large = 12 * self._args.settings.width**2 // self._ranks
         mine = {}
         for name, collective in (("all_gather", _all_gather), ("exchange", _exchange)):
@@ -179,9 +177,8 @@ class _Rank:
         """Steps as a site, in turns with as many without any exchange. A period is from the middle
         between two exchanges to the middle between the next two. Of its seconds (with the exchange,
         and without) the slowest rank's, of the rest the mean."""
+        self._settle(ALONE)
         sites, alone = self._trainer(method), self._trainer(ALONE)
-        while alone.steps < alone.settle_steps:
-            alone.step()
         every, handle = sites.every, sites.sites
         took, before, kernel = [], handle.metrics(), 0
         for _ in range(_PERIODS):

@@ -8,7 +8,7 @@ Comparisons of losses, which share one training loop; all but the last run on CP
   initialization, so their difference says more than their losses.
 * ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
 * ``pretrained``: a pre-trained model is fine-tuned, and held-out texts are retrieved.
-* ``gpu``: a larger model on ranks that share a GPU, as many steps as the time allows.
+* ``gpu``: a larger model on ranks that share a GPU.
 
 And ``exact``: the bits that codec ``exact`` sends at several learning rates, on CPUs, too.
 """
@@ -24,24 +24,12 @@ from pathlib import Path
 import tagc
 
 from ..gloo import on_ranks
-from ..records import Record, add_outputs
-from . import pretrained
-from .exact import measure
+from ..records import Record, add_output, count
+from . import exact, pretrained
+from .methods import LINES, METHODS, QUICK, Method, method_of
 from .report import table
 from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
-from .settings import (
-    GPT2,
-    LINES,
-    METHODS,
-    NANO,
-    NANO_RECIPE,
-    QUICK,
-    SETTINGS,
-    Method,
-    Run,
-    Shape,
-    method_of,
-)
+from .settings import NANO, NANO_RECIPE, SETTINGS, SMALL, Run, Shape
 
 __all__ = ["about", "add_arguments", "run", "table"]
 
@@ -55,12 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep = comparisons.add_parser("sweep", help="each method at its best learning rate")
     add = sweep.add_argument
     add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
-    add("--methods", help="names as in benchmarks/quality/settings.py, separated by ';'")
-    add("--steps", type=int, nargs="+", default=[1500], help="lengths of training in steps")
-    add("--seeds", type=int, default=3, help="the first sweeps the rates, others use the best")
-    add("--width", type=int, default=128, help="width of the model, a multiple of 32")
-    add("--layers", type=int, default=4, help="layers of the model")
-    add("--max-rates", type=int, default=6, help="try at most this many rates for a method")
+    add("--methods", help="names as in benchmarks/quality/methods.py, separated by ';'")
+    add("--steps", type=count, default=1500, help="length of training (default: %(default)s)")
+    add("--seeds", type=count, default=3, help="the first sweeps the rates, others use the best")
 
     paired = comparisons.add_parser("paired", help="seed by seed, at dense's best rate")
     add = paired.add_argument
@@ -70,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{'; '.join(LINES)}; default: each setting's own",
     )  # fmt: skip
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
-    add("--pairs", type=int, nargs=2, default=(3, 8), metavar=("LEAST", "MOST"),
+    add("--pairs", type=count, nargs=2, default=(3, 8), metavar=("LEAST", "MOST"),
         help="seeds of each line; above LEAST only for a narrower interval (default: 3 8)",
     )  # fmt: skip
 
@@ -79,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # These runs are in fp32, whose parameters `exact` refuses.
     default = ",".join(name for name in tagc.policies() if name != "exact")
     add("--policies", default=default, help="names or files, with commas")
-    add("--seeds", type=int, default=3, help="runs of each policy (default: %(default)s)")
+    add("--seeds", type=count, default=3, help="runs of each policy (default: %(default)s)")
     how = untuned.add_mutually_exclusive_group()
     how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
     how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
@@ -87,29 +72,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tuned = comparisons.add_parser("pretrained", help="all-MiniLM-L6-v2, fine-tuned to retrieve")
     add = tuned.add_argument
     add("--lines", default=";".join(pretrained.LINES), help="separated by ';' (%(default)s)")
-    add("--seeds", type=int, default=3, help="runs of each line (default: %(default)s)")
-    add("--steps", type=int, default=30, help="of each run (default: %(default)s)")
+    add("--seeds", type=count, default=3, help="runs of each line (default: %(default)s)")
+    add("--steps", type=count, default=30, help="of each run (default: %(default)s)")
     add("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
-    add("--ranks", type=int, default=4, help="default: %(default)s")
-    add("--held-out", type=int, default=600, help="pairs (default: %(default)s)")
+    add("--held-out", type=count, default=600, help="pairs (default: %(default)s)")
     add("--rehearse", action="store_true", help="2 ranks, a tiny model of random weights")
 
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
     add = shared.add_argument
     add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
     add("--policies", nargs="+", default=GPU, metavar="POLICY", help="%(default)s")
-    add("--seconds", type=float, default=570, help="for everything (default: %(default)s)")
-    add("--steps", type=int, help="of every line, whatever time that takes")
-    add("--seeds", type=int, default=1, help="runs of each line (default: %(default)s)")
-    add("--batch", type=int, default=GPT2.batch, help="sequences a rank (default: %(default)s)")
+    add("--steps", type=count, default=520, help="of each line; 7 minutes of an H100's in all")
+    add("--seeds", type=count, default=1, help="runs of each line (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
 
-    exact = comparisons.add_parser("exact", help="bits that codec exact sends at several rates")
-    add = exact.add_argument
-    add("--steps", type=int, default=200, help="of each run (default: %(default)s)")
-    add("--width", type=int, default=160, help="width of the model, a multiple of 32")
-    for comparison in (sweep, paired, untuned, tuned, shared, exact):
-        add_outputs(comparison, "runs/quality.jsonl", plots=False)
+    bits = comparisons.add_parser("exact", help="bits that codec exact sends at several rates")
+    bits.add_argument("--steps", type=count, default=200, help="of each run (%(default)s)")
+    for comparison in (sweep, paired, untuned, tuned, shared, bits):
+        add_output(comparison, "runs/quality.jsonl")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
@@ -117,10 +97,8 @@ def run(args: argparse.Namespace) -> list[Record]:
     if args.comparison == "gpu":
         on_gpu(args)
     elif args.comparison == "exact":
-        if args.steps < 1:
-            raise ValueError(f"--steps {args.steps}: at least 1")
-        shape = replace(_wide(args.width), context=128, ranks=2)
-        on_ranks(measure, shape.ranks, shape, args.steps, results_of("exact", args.json))
+        results = results_of("exact", args.json)
+        on_ranks(exact.measure, exact.SHAPE.ranks, args.steps, results)
     else:
         kinds = {
             "sweep": _sweep,
@@ -136,39 +114,26 @@ def run(args: argparse.Namespace) -> list[Record]:
     return results_of(args.comparison, args.json).records
 
 
-def _names(asked: str | None, default: tuple[str, ...]) -> list[str]:
+def _names(text: str | None, default: tuple[str, ...]) -> list[str]:
     """Names in a list separated by ``;``, whose methods must be known."""
-    names = [name.strip() for name in asked.split(";")] if asked else list(default)
+    names = [name.strip() for name in text.split(";")] if text else list(default)
     for name in names:
         method_of(name)
     return names
 
 
-def _wide(width: int) -> Shape:
-    if width % 32:
-        raise ValueError(f"--width {width}: not a multiple of 32")
-    return Shape(width=width, heads=width // 32)
-
-
 def _sweep(args: argparse.Namespace) -> Comparison:
+    methods = _names(args.methods, QUICK if args.quick else METHODS)
     if args.quick:
-        args.steps, args.seeds, args.max_rates = [100], 1, 3
-        args.width, args.layers = 64, 2
-    shape = replace(_wide(args.width), layers=args.layers)
-    return partial(
-        sweep_runs,
-        methods=_names(args.methods, QUICK if args.quick else METHODS),
-        shape=replace(shape, ranks=2) if args.quick else shape,
-        steps=args.steps,
-        seeds=args.seeds,
-        max_rates=args.max_rates,
-    )
+        shape = replace(SMALL, ranks=2)
+        return partial(sweep_runs, methods=methods, shape=shape, steps=100, seeds=1, max_rates=3)
+    return partial(sweep_runs, methods=methods, shape=Shape(), steps=args.steps, seeds=args.seeds)
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
     least, most = args.pairs
-    if not 1 <= least <= most:
-        raise ValueError(f"--pairs {least} {most}: at least 1 pair, and not more than at most")
+    if least > most:
+        raise ValueError(f"--pairs {least} {most}: at least more than at most")
     names = [name.strip() for name in args.settings.split(";")] if args.settings else SETTINGS
     if unknown := [name for name in names if name not in SETTINGS]:
         raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(SETTINGS)}")

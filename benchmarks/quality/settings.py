@@ -1,223 +1,13 @@
-"""What is compared: methods, whose names say what is sent, and how; and the settings of runs."""
+"""A model and its batches, a recipe that all methods share, and the settings of the paired
+comparison."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from tagc.policy.policy import data_parallel_policies
-
 from ..records import Record
-
-# Learning rates that a sweep may go on to when the best so far is the first or the last.
-GRID = (2.5e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4.5e-3, 6e-3, 9e-3, 1.2e-2, 1.8e-2, 2.7e-2)
-_RATES = (3e-3, 4.5e-3, 6e-3)
-_MATRICES = ["attention", "mlp", "embedding", "head", "other"]
-# Of a matrix's code: itself, the share of a Gaussian that a message carries, and the rates to begin
-# with. A lead makes gradients noisier, so the best rates are higher.
-_CODES: dict[str, tuple[dict[str, Any], float, tuple[float, ...]]] = {
-    "2 bits": ({"bits": 2}, 0.88, (4.5e-3, 6e-3, 9e-3)),
-    "1 bit": ({"level": 1.3}, 0.83, (4.5e-3, 6e-3, 9e-3)),
-    "1 of 8": ({"group": 8}, 0.35, (6e-3, 9e-3, 1.2e-2)),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One line of the tables.
-
-    Attributes:
-        policy: what ``tagc.wrap`` takes; None is dense FSDP2 without tagc.
-        rates: learning rates to begin a sweep with, neighbours in ``GRID``.
-        ddp: DDP instead of FSDP2.
-        powersgd: with DDP, the rank of torch's PowerSGD hook.
-    """
-
-    name: str
-    policy: str | dict[str, Any] | None = None
-    rates: tuple[float, ...] = _RATES
-    ddp: bool = False
-    powersgd: int | None = None
-
-    @property
-    def in_sites(self) -> bool:
-        """Whether every rank is a site, and takes the policy to ``tagc.sites``."""
-        return isinstance(self.policy, dict) and "sites" in self.policy
-
-
-def method_of(name: str) -> Method:
-    """The method of a name, of a line of the paired comparison, or of a site.
-
-    Every matrix is sent alike, however small. A name has parts: ``matrix, 1 bit, measured lead,
-    bfloat16 residual, changes in 2 bits``, or ``4 bits, none, stochastic``. A site's has options of
-    the exchange: ``sites, every 32, 4 bits, outer momentum 0.5, delay 4``.
-
-    Raises:
-        ValueError: if it has a part that is not known.
-    """
-    name = LINES.get(name, name)
-    if name in _OTHERS:
-        return _OTHERS[name]
-    first, *parts = name.split(", ")
-    if first == "sites":
-        return _in_sites(name, parts)
-    rates = _RATES
-    if first == "matrix" and parts and parts[0] in _CODES:
-        rates = _CODES[parts[0]][2]
-        rule = _matrix(parts.pop(0))
-    elif first == "dense":
-        rule = {"codec": {"kind": "dense"}}
-    elif found := re.fullmatch(r"(\d) bits(?: in blocks of (\d+))?", first):
-        rule = _quantized(int(found[1]), parts.pop(0) if parts else "residual")
-        if rule["feedback"]["kind"] == "none":
-            rule["codec"] |= {"block": int(found[2] or 256), "rounding": "nearest"}
-    else:
-        raise ValueError(f"unknown: {name}; there are: {'; '.join((*METHODS, *LINES))}")
-    policy: dict[str, Any] = {"schema": 1, "gradients": [{"when": {"min_numel": 1}, **rule}]}
-    for part in parts:
-        if part == "bfloat16 residual":
-            rule["feedback"]["dtype"] = "bfloat16"
-        elif part == "measured lead":
-            rule["feedback"]["lead"] = "measured"
-        elif part in ("stochastic", "nearest"):
-            rule["codec"]["rounding"] = part
-        elif found := re.fullmatch(r"changes in (\d) bits", part):
-            codec = {"kind": "delta", "bits": int(found[1])}
-            policy["parameters"] = [{"when": {"min_numel": 1}, "codec": codec}]
-        elif part == "exact changes":
-            policy["parameters"] = [{"when": {"min_numel": 1}, "codec": {"kind": "exact"}}]
-        else:
-            raise ValueError(f"unknown: {part!r} in {name}")
-    return Method(name=name, policy=policy, rates=rates)
-
-
-def _quantized(bits: int, feedback: str, dtype: str = "float32") -> dict[str, Any]:
-    state = {"kind": feedback} | ({"dtype": dtype} if feedback == "residual" else {})
-    return {"codec": {"kind": "quantized", "bits": bits}, "feedback": state}
-
-
-def _in_sites(name: str, parts: list[str]) -> Method:
-    """A rank is a site, which exchanges changes."""
-    sites: dict[str, Any] = {"outer": {"rate": 1.0, "momentum": 0.0}}
-    rule: dict[str, Any] = {"codec": {"kind": "dense"}}
-    for part in parts:
-        option, _, value = part.rpartition(" ")
-        if part == "every step":
-            sites["every"] = 1
-        elif option in ("every", "together"):
-            sites[option] = int(value)
-        elif option == "delay":
-            sites |= {"delay": int(value), "alpha": 0.5}
-        elif option == "outer momentum":
-            sites["outer"] = {"rate": 0.7, "momentum": float(value)}
-        elif part in ("4 bits", "8 bits"):
-            rule = _quantized(int(option), "residual", "bfloat16")
-        elif part in ("1 bit", "2 bits"):
-            feedback = {"kind": "residual", "lead": 1.0, "dtype": "bfloat16"}
-            rule = {"codec": {"kind": "matrix", "bits": int(option)}, "feedback": feedback}
-        elif part == "no feedback":
-            rule["feedback"] = {"kind": "none"}
-            if rule["codec"]["kind"] == "quantized":
-                rule["codec"] |= {"block": 256, "rounding": "nearest"}
-        elif part != "32 bits":
-            raise ValueError(f"unknown: {part!r} in {name}")
-    rules = [{"when": {"role": _MATRICES, "min_numel": 1}, **rule}]
-    return Method(name=name, policy={"schema": 1, "gradients": rules, "sites": sites})
-
-
-# The TAGC paper's roles and density, with all else as in policy `attn-only`.
-_TAGC_ROLES = {"role": ["mlp", "embedding", "head"]}
-_TAGC: dict[str, Any] = {
-    "schema": 1,
-    "gradients": [
-        {
-            "when": _TAGC_ROLES,
-            "codec": {"kind": "sketch", "density": 0.2, "symbol": "auto", "warmup_steps": 40},
-            "feedback": {"kind": "residual", "dtype": "float32", "lead": 0.65},
-        },
-        {"when": {}, "codec": {"kind": "dense", "wire": "bfloat16"}},
-    ],
-    "parameters": [
-        {"when": _TAGC_ROLES, "codec": {"kind": "quantized", "bits": 8, "block": 256}},
-    ],
-}
-# TAGC's setting: elements one by one, values not visibly rounded.
-_SKETCH = {
-    "when": {"min_numel": 1},
-    "codec": {"kind": "sketch", "density": 0.2, "symbol": "int32x1"},
-    "feedback": {"kind": "residual"},
-}
-
-
-def _matrix(code: str, **when: Any) -> dict[str, Any]:
-    """A rule of a code for the matrices that ``when`` selects."""
-    codec, lead, _ = _CODES[code]
-    return {
-        "when": {"min_numel": 1, **when},
-        "codec": {"kind": "matrix", **codec},
-        "feedback": {"kind": "residual", "lead": lead, "dtype": "float32"},
-    }
-
-
-# Muon has the blocks' matrices, Adam the embedding and the head.
-_MUON = [_matrix("2 bits", role=["attention", "mlp"]), _matrix("1 bit")]
-DENSE = Method(name="dense")
-_OTHERS = {
-    method.name: method
-    for method in (
-        *(Method(name=n, policy=n) for n in data_parallel_policies() if n != "dense"),
-        DENSE,
-        Method(name="sketch of 20%, residual", policy={"schema": 1, "gradients": [_SKETCH]}),
-        Method(name="non-attn", policy=_TAGC),
-        Method(name="2 bits, 1 bit outside blocks", policy={"schema": 1, "gradients": _MUON}),
-        Method(name="DDP, loco-4bit", policy="loco-4bit", ddp=True),
-        Method(name="DDP, one-bit", policy="one-bit", ddp=True),
-        Method(name="DDP, PowerSGD of rank 4", ddp=True, powersgd=4),
-        Method(name="DDP, PowerSGD of rank 16", ddp=True, powersgd=16),
-    )
-}
-
-# Lines of the paired comparison, by the method that each one runs.
-LINES = {
-    "4 bits": "4 bits, residual, bfloat16 residual",
-    "2 bits": "matrix, 2 bits",
-    "1 bit": "matrix, 1 bit",
-    "1 of 8": "matrix, 1 of 8",
-    "2 bits, measured lead": "matrix, 2 bits, measured lead",
-    "1 bit, measured lead": "matrix, 1 bit, measured lead",
-    "1 of 8, measured lead": "matrix, 1 of 8, measured lead",
-    "changes in 8 bits": "dense, changes in 8 bits",
-    "changes in 4 bits": "dense, changes in 4 bits",
-    "changes in 2 bits": "dense, changes in 2 bits",
-    "4 bits, changes in 4 bits": "4 bits, residual, bfloat16 residual, changes in 4 bits",
-    "1 bit, changes in 2 bits": "matrix, 1 bit, bfloat16 residual, changes in 2 bits",
-    "1 of 8, measured lead, changes in 2 bits": (
-        "matrix, 1 of 8, measured lead, bfloat16 residual, changes in 2 bits"
-    ),
-    "8 bits, stateless": "8 bits, none, stochastic",
-    "4 bits, stateless": "4 bits, none, stochastic",
-    "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",
-    "4 bits, stateless, to nearest": "4 bits, none, nearest",
-    **{name: name for name in _OTHERS if name.startswith("DDP")},
-    "attn-only": "attn-only",
-    "non-attn": "non-attn",
-}
-# What a sweep compares without being asked.
-METHODS = tuple(
-    dict.fromkeys(
-        (
-            "dense",
-            "4 bits, residual",
-            "4 bits, average",
-            "matrix, 1 bit, bfloat16 residual",
-            "sketch of 20%, residual",
-            *LINES.values(),
-        )
-    )
-)
-QUICK = ("dense", "4 bits, residual", "matrix, 1 bit")
-
+from .methods import DENSE, LINES, Method
 
 BYTES = 256
 
@@ -227,7 +17,8 @@ class Shape:
     """The model and its batches; the default has 0.86 M parameters.
 
     Attributes:
-        family: ``gpt``, or ``llama``, which reads Python's documentation instead of its sources.
+        family: ``gpt``, or ``llama``, which reads Python's documentation instead of its sources,
+            and whose head is its own.
         vocabulary: 256 is bytes; more is words.
         tied: embedding and head are one parameter, and weights start at 0.02 as in nanoGPT.
     """
@@ -320,7 +111,7 @@ GPT2 = Shape(width=768, layers=12, heads=12, context=1024, batch=8, vocabulary=2
 GPT2_RECIPE = Recipe(windows=128, averaged=3, evaluations=16, half=True)
 """nanoGPT's for it."""
 
-_SMALL = Shape(width=64, layers=2, heads=2)
+SMALL = Shape(width=64, layers=2, heads=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +127,7 @@ class Setting:
     """
 
     name: str
-    shape: Shape = _SMALL
+    shape: Shape = SMALL
     steps: int = 600
     recipe: Recipe = PAIRED
     rates: tuple[float, ...] = (6e-3, 9e-3, 1.2e-2)
@@ -352,99 +143,77 @@ class Setting:
         return Run(method=method, recipe=recipe, **given)
 
 
-def _with(name: str, **recipe: Any) -> Setting:
-    return Setting(name=name, recipe=replace(PAIRED, **recipe))
+def _setting(
+    name: str, *, shape: Any = (), recipe: Any = (), rate: float | None = None, **given: Any
+) -> Setting:
+    """Changes of the first setting. ``rate``: dense's, which is not swept then."""
+    if rate is not None:
+        given |= {"rates": (rate,), "max_rates": 1}
+    shapes, recipes = replace(SMALL, **dict(shape)), replace(PAIRED, **dict(recipe))
+    return Setting(name=name, shape=shapes, recipe=recipes, **given)
 
 
-def _sites(name: str, sites: int, **recipe: Any) -> Setting:
-    return Setting(
-        name=name,
-        shape=replace(_SMALL, ranks=sites, batch=32 // sites),
-        recipe=replace(PAIRED, averaged=1, **recipe),
-        rates=(9e-3,),
-        max_rates=1,
+def _sites(name: str, sites: int, batch: int | None = None, **given: Any) -> Setting:
+    """At the rate of 2 ranks. Without ``batch``, the sites share the batch of one."""
+    muon = "Muon" in name
+    return _setting(
+        name,
+        shape={"ranks": sites, "batch": batch or 32 // sites},
+        recipe={"averaged": 1, "optimizer": "muon" if muon else "adamw"},
+        **{"rate": 1.8e-2 if muon else 9e-3, **given},
     )
 
 
 _DDP = replace(DENSE, ddp=True)
-_LARGE = Shape(width=544, layers=6, heads=17, ranks=2, batch=4)
-_SHIPPED = (
+_LLAMA = (
     "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
     "stateless",
 )  # fmt: skip
 _BF16 = ("1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead")
-_LLAMA = Setting(
-    name="llama",
-    shape=Shape(family="llama", width=192, layers=2, heads=6, batch=4),
-    steps=300,
-    recipe=replace(PAIRED, windows=1024),
-    rates=(3e-3,),
-    max_rates=1,
-    lines=_SHIPPED,
-)
-_MUON_SITES = replace(_sites("2 sites, Muon", 2, optimizer="muon"), rates=(1.8e-2,))
+_LARGER = {"width": 128, "layers": 4, "heads": 4}
+_LARGE = {"width": 544, "layers": 6, "heads": 17, "ranks": 2, "batch": 4}
+# Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
+_WHOLE: dict[str, Any] = {"batch": 32, "steps": 2000}
+_WHOLE_SITES = {"dense": _DDP, "lines": ("sites, every 32, 2 bits, outer momentum 0.5",)}
 
-
-def _full_batches(name: str, sites: int, **recipe: Any) -> Setting:
-    """Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers."""
-    return replace(
-        _sites(name, sites, **recipe),
-        shape=replace(_SMALL, ranks=sites, batch=32),
-        steps=2000,
-        dense=_DDP if sites > 1 else DENSE,
-        lines=("sites, every 32, 2 bits, outer momentum 0.5",) if sites > 1 else ("dense",),
-    )
-
-
-_FULL, _FULL_MUON = (
-    [
-        replace(_full_batches(f"{name}, full batches{suffix}", n, **recipe), rates=(rate,))
-        for name, n in (("1 site", 1), ("2 sites", 2), ("8 sites", 8))
-    ]
-    for suffix, rate, recipe in (("", 9e-3, {}), (", Muon", 1.8e-2, {"optimizer": "muon"}))
-)
-
-# After the first setting, each one changes one thing. The sites have the rate of 2 ranks.
+# After the first setting, each one changes one thing.
 _ALL = (
-    Setting(name="2 k tokens, 4 ranks, AdamW"),
+    _setting("2 k tokens, 4 ranks, AdamW"),
     # The same tokens a step, on fewer or more ranks.
-    Setting(name="2 ranks", shape=replace(_SMALL, ranks=2, batch=16)),
-    Setting(name="16 ranks", shape=replace(_SMALL, ranks=16, batch=2)),
+    _setting("2 ranks", shape={"ranks": 2, "batch": 16}),
+    _setting("16 ranks", shape={"ranks": 16, "batch": 2}),
     # Less gradient noise, which could hide the codec's.
-    Setting(name="8 k tokens", shape=replace(_SMALL, batch=32), steps=300),
-    Setting(name="32 k tokens", shape=replace(_SMALL, batch=128), steps=150),
+    _setting("8 k tokens", shape={"batch": 32}, steps=300),
+    _setting("32 k tokens", shape={"batch": 128}, steps=150),
     # An embedding and a head of many rows, most of which no token of a step touches.
-    Setting(name="8 k words", shape=replace(_SMALL, vocabulary=8192), steps=400, max_rates=3),
-    Setting(name="2000 steps", steps=2000),
-    Setting(name="width 128, 4 layers", shape=Shape()),
-    # Hours: its rate is not swept.
-    Setting(name="21.6 M parameters", shape=_LARGE, steps=1000, rates=(1e-3,), max_rates=1),
-    _with("Muon", optimizer="muon"),
-    replace(_with("SGD", optimizer="sgd"), unit=50.0),
-    replace(_with("Lion", optimizer="lion"), unit=0.1),
-    _with("beta2 0.999", beta2=0.999),
-    _with("no clipping", clip=None),
-    # Shipped policies leave the matrices of a smaller model uncompressed. Its rate is not swept.
-    replace(
-        _with("bf16", half=True, windows=1024, evaluations=3),
-        shape=Shape(batch=4),
-        steps=300,
-        rates=(4.5e-3,),
-        max_rates=1,
-        lines=_BF16,
-    ),
-    # Its rate is not swept.
-    _LLAMA,
+    _setting("8 k words", shape={"vocabulary": 8192}, steps=400, max_rates=3),
+    _setting("2000 steps", steps=2000),
+    _setting("width 128, 4 layers", shape=_LARGER),
+    _setting("21.6 M parameters", shape=_LARGE, steps=1000, rate=1e-3),  # hours
+    _setting("Muon", recipe={"optimizer": "muon"}),
+    _setting("SGD", recipe={"optimizer": "sgd"}, unit=50.0),
+    _setting("Lion", recipe={"optimizer": "lion"}, unit=0.1),
+    _setting("beta2 0.999", recipe={"beta2": 0.999}),
+    _setting("no clipping", recipe={"clip": None}),
+    # Shipped policies leave the matrices of a smaller model uncompressed.
+    _setting("bf16", shape=_LARGER | {"batch": 4}, steps=300, rate=4.5e-3, lines=_BF16,
+             recipe={"half": True, "windows": 1024, "evaluations": 3}),
+    _setting("llama", shape={"family": "llama", "width": 192, "heads": 6, "batch": 4},
+             recipe={"windows": 1024}, steps=300, rate=3e-3, lines=_LLAMA),
     _sites("2 sites", 2),
     _sites("8 sites", 8),
-    replace(_sites("2 sites, 3000 steps", 2), steps=3000),
-    replace(_sites("2 sites, 10000 steps", 2), steps=10_000, rates=(6e-3, 9e-3), max_rates=2),
-    replace(_sites("8 sites, 3000 steps", 8), steps=3000),
-    replace(_sites("8 sites, 10000 steps", 8), steps=10_000, dense=_DDP),
-    _MUON_SITES,
-    replace(_MUON_SITES, name="2 sites, Muon, 3000 steps", steps=3000),
-    replace(_MUON_SITES, name="2 sites, Muon, 10000 steps", steps=10_000, dense=_DDP),
-    *_FULL,
-    *_FULL_MUON,
-)
+    _sites("2 sites, 3000 steps", 2, steps=3000),
+    _sites("2 sites, 10000 steps", 2, steps=10_000, rate=None, rates=(6e-3, 9e-3), max_rates=2),
+    _sites("8 sites, 3000 steps", 8, steps=3000),
+    _sites("8 sites, 10000 steps", 8, steps=10_000, dense=_DDP),
+    _sites("2 sites, Muon", 2),
+    _sites("2 sites, Muon, 3000 steps", 2, steps=3000),
+    _sites("2 sites, Muon, 10000 steps", 2, steps=10_000, dense=_DDP),
+    _sites("1 site, full batches", 1, lines=("dense",), **_WHOLE),
+    _sites("2 sites, full batches", 2, **_WHOLE, **_WHOLE_SITES),
+    _sites("8 sites, full batches", 8, **_WHOLE, **_WHOLE_SITES),
+    _sites("1 site, full batches, Muon", 1, lines=("dense",), **_WHOLE),
+    _sites("2 sites, full batches, Muon", 2, **_WHOLE, **_WHOLE_SITES),
+    _sites("8 sites, full batches, Muon", 8, **_WHOLE, **_WHOLE_SITES),
+)  # fmt: skip
 SETTINGS = {setting.name: setting for setting in _ALL}

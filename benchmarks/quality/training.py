@@ -23,9 +23,9 @@ from examples.text import load_corpus
 from tagc.policy.roles import layer_of
 
 from ..gloo import clip, with_powersgd
+from ..llama import Llama
 from ..records import Record
 from ..tokens import documentation, in_words
-from .llama import Llama
 from .settings import BYTES, Recipe, Run, Shape
 
 _HELD_OUT = 256
@@ -42,7 +42,7 @@ def train(
     corpus: Any = None,
     report: Callable[[int, float, float], None] | None = None,
     make: Callable[[Run], nn.Module] | None = None,
-    validate: Callable[[nn.Module], float] | None = None,
+    validate: Callable[..., float] | None = None,
 ) -> Record:
     """Train and validate; the process is a rank of a group of ``run.shape.ranks``.
 
@@ -50,7 +50,7 @@ def train(
         corpus: text with tokens of the model's vocabulary; the standard library without.
         report: called after each evaluation with the step, the loss and the seconds of training.
         make: another model than the GPT, the same on all ranks, which makes a loss of two tensors
-            of the corpus's batch; with ``validate``, which makes its held-out loss, alike on all.
+            of the corpus's batch; with ``validate`` in place of :func:`held_out_loss`.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -62,7 +62,7 @@ def train(
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.family, shape.vocabulary)
     model = distributed(make(run), run, device) if make else make_model(run, device)
-    compressor = None
+    validate, compressor = validate or held_out_loss, None
     if run.method.policy is not None and not run.method.in_sites:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such a small model may cost more compressed
@@ -79,18 +79,19 @@ def train(
     last = recipe.last_evaluations(run.steps)
     losses: dict[int, float] = {}
     norms: list[float] = []
-    seconds = 0.0
-    done, often = 0, recipe.evaluations
+    seconds, done, often = 0.0, 0, recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
-        tokens, targets = corpus.batch(
-            shape.batch, shape.context, seed=run.seed, step=step, rank=rank
-        )
-        model(tokens.to(device), targets.to(device)).backward()
-        norms.append(_clip(model, compressor if recipe.kept else None, recipe.clip))
+        batch = corpus.batch(shape.batch, shape.context, seed=run.seed, step=step, rank=rank)
+        model(*(part.to(device) for part in batch)).backward()
+        if compressor is not None and recipe.kept and recipe.clip is not None:
+            norm = compressor.clip_grad_norm_(recipe.clip)
+        else:
+            norm = clip(model.parameters(), math.inf if recipe.clip is None else recipe.clip)
+        norms.append(norm.item())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -100,9 +101,7 @@ def train(
             sites.exchange()
         if done in last or done * often // run.steps != step * often // run.steps:
             windows = recipe.windows if done in last else min(_HELD_OUT, recipe.windows)
-            losses[done] = (
-                validate(model) if validate else _validate(model, corpus, windows, shape, device)
-            )
+            losses[done] = validate(model, corpus, windows, shape, device)
             if report is not None:
                 report(done, losses[done], seconds)
             if not math.isfinite(losses[done]):  # on all ranks: it is their sum
@@ -136,8 +135,10 @@ def make_model(run: Run, device: torch.device = _CPU) -> Any:
     """A GPT with the same weights on all ranks, as :func:`distributed` returns it."""
     shape = run.shape
     torch.manual_seed(run.seed)
-    model = _llama(shape) if shape.family == "llama" else _gpt(shape)
-    return distributed(model, run, device)
+    if shape.family == "gpt":
+        return distributed(_gpt(shape), run, device)
+    sizes = {name: getattr(shape, name) for name in ("vocabulary", "width", "layers", "heads")}
+    return distributed(Llama(inner=3 * shape.width, **sizes), run, device)
 
 
 def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
@@ -185,20 +186,6 @@ def _gpt(shape: Shape) -> GPT:
     return model
 
 
-def _llama(shape: Shape) -> Llama:
-    if shape.tied:
-        raise ValueError("a model of Llama's family has a head of its own")
-    sizes = {name: getattr(shape, name) for name in ("vocabulary", "width", "layers", "heads")}
-    return Llama(**sizes)
-
-
-def _clip(model: nn.Module, keeps: tagc.Compressor | None, limit: float | None) -> float:
-    """Clip the gradient; its norm before."""
-    if keeps is not None and limit is not None:
-        return keeps.clip_grad_norm_(limit).item()
-    return clip(model.parameters(), math.inf if limit is None else limit).item()
-
-
 def _bits(units: Any) -> float:
     """Of the messages, per compressed element; 0 where nothing is compressed."""
     segments = [s for unit in units for s in unit.compressed]
@@ -207,7 +194,9 @@ def _bits(units: Any) -> float:
 
 
 @torch.no_grad()
-def _validate(model: Any, corpus: Any, windows: int, shape: Shape, device: torch.device) -> float:
+def held_out_loss(
+    model: Any, corpus: Any, windows: int, shape: Shape, device: torch.device
+) -> float:
     """Mean loss over all ranks' shares of the windows."""
     ranks = dist.get_world_size()
     batch = corpus.held_out(windows, shape.context, rank=dist.get_rank(), ranks=ranks)
@@ -244,9 +233,8 @@ def make_optimizers(model: nn.Module, recipe: Recipe, rate: float) -> list[torch
         # Rates are larger than Adam's, so the decay that they multiply is smaller.
         groups = _groups(named.values(), decay=0.1 * 3e-4)
         return [torch.optim.SGD(groups, lr=rate, momentum=0.9)]
-    if recipe.optimizer == "lion":
-        return [Lion(_groups(named.values()), lr=rate)]
-    raise ValueError(f"unknown optimizer: {recipe.optimizer}")
+    assert recipe.optimizer == "lion"
+    return [Lion(_groups(named.values()), lr=rate)]
 
 
 def _groups(parameters: Iterable[nn.Parameter], decay: float = 0.1) -> list[dict[str, Any]]:

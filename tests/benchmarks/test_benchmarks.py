@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import suites
+from benchmarks import aggregate, suites
 from benchmarks.kernels import operators
 from benchmarks.kernels.measure import HostClock, measure
 from benchmarks.kernels.operators import OPS, Case
-from benchmarks.one_device import alone
-from benchmarks.rank import sharded
 from support.paths import ROOT
 
 CPU = torch.device("cpu")
@@ -43,8 +41,6 @@ def compiled(op: str) -> Case:
 def test_every_operator_is_right(op: str) -> None:
     record = measured(compiled(op))
     assert {"tagc", "reference", "clone"} == set(record["contenders"])
-    assert not any(result["wrong"] for result in record["contenders"].values())
-    assert "compared" not in record["contenders"]["tagc"]
     assert set(record["speedup"]) == {"reference", "clone"}
     json.dumps(record)
 
@@ -72,7 +68,7 @@ class Damages:
 def test_a_wrong_bit_is_noticed(op: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     get_ops = operators.get_ops
     monkeypatch.setattr(operators, "get_ops", lambda *which: Damages(get_ops(*which), position))
-    with pytest.raises(RuntimeError, match=r"differ from the reference's|is not the gradient"):
+    with pytest.raises(RuntimeError, match="differ from the reference's"):
         measured(compiled(op))
 
 
@@ -83,7 +79,7 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         raise torch.OutOfMemoryError("too large")
 
     file = tmp_path / "sub" / "k.jsonl"
-    monkeypatch.setitem(operators._OPS, "encode", (fails, True))
+    monkeypatch.setitem(operators._MAKERS, "encode", fails)
     assert suites.main([*SMALL, "--filter", "code/*5%", "--json", str(file)]) == 1
     table = capsys.readouterr().out
     assert "encode/2^12/float32/float32/5%/int8x4 failed: OutOfMemoryError: too large" in table
@@ -92,14 +88,12 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
     command = "python -m benchmarks kernels --device cpu --quick --sizes 12 13"
     assert records[0]["command"] == f"{command} --filter 'code/*5%'"
 
-    assert suites.main(["report", str(file), "--plots", str(tmp_path / "plots")]) == 0
+    assert suites.main(["report", str(file)]) == 0
     assert table.strip() in capsys.readouterr().out
-    (image,) = (tmp_path / "plots").iterdir()
-    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "said"),
+    ("command", "status", "text"),
     [
         ("kernel", 2, "unknown suite 'kernel'"),
         ("kernels --filter nothing --device cpu", 1, "no case matches"),
@@ -108,18 +102,20 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         ("quality paired --settings Moon", 2, "unknown: Moon"),
         ("quality paired --lines 1bit", 2, "unknown: 1bit"),
         ("quality sweep --methods nothing", 2, "unknown: nothing"),
-        ("quality sweep --width 48", 2, "--width 48: not a multiple of 32"),
         ("quality pretrained --rehearse --lines Moon", 2, "Moon"),
-        ("quality pretrained --rehearse --held-out 0", 2, "--held-out 0: at least 1"),
-        ("quality exact --width 48", 2, "--width 48: not a multiple of 32"),
-        ("quality exact --steps 0", 2, "--steps 0: at least 1"),
+        ("quality exact --steps 0", 2, "argument --steps: 0: at least 1"),
+        ("quality paired --pairs 4 3", 2, "--pairs 4 3: at least"),
         ("quality gpu --device cpu --text nowhere.npz", 2, "no such file: nowhere.npz"),
     ],
 )
-def test_the_command_line_refuses(command: str, status: int, said: str, capsys: Any) -> None:
-    assert suites.main(command.split()) == status
-    found = capsys.readouterr()
-    assert said in found.out + found.err
+def test_the_command_line_refuses(command: str, status: int, text: str, capsys: Any) -> None:
+    try:
+        found = suites.main(command.split())
+    except SystemExit as exited:  # argparse's own
+        found = exited.code
+    assert found == status
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
 
 
 def test_help_and_plots_without_matplotlib(
@@ -133,30 +129,25 @@ def test_help_and_plots_without_matplotlib(
     assert suites.main(["report", str(bad)]) == 2
     assert f"{bad}:2: not JSON" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert suites.main(["kernels", "--device", "cpu", "--plots", str(tmp_path)]) == 2
+    records = str(RESULTS / "network-ddp.jsonl")
+    assert suites.main(["report", records, "--plots", str(tmp_path)]) == 2
     assert "tagc[demo]" in capsys.readouterr().err
 
 
-def test_an_aggregator_adds_sketches_without_decoding(tmp_path: Path, capsys: Any) -> None:
+def test_an_aggregator_adds_sketches_without_decoding(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command itself checks the sums of sketches, to the bit."""
-    small = ["--workers", "3", "--numel", "65536", "--rounds", "2"]
-    assert suites.main(["aggregate", *small, "--json", str(tmp_path / "r.jsonl")]) == 0
+    monkeypatch.setattr(aggregate, "NUMEL", 65536)
+    assert suites.main(["aggregate", "--json", str(tmp_path / "r.jsonl")]) == 0
     rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:4]]
     dense, sketched = (float(row[1]) for row in rows)
     assert dense == 32
     assert sketched < 1
 
 
-@pytest.mark.slow
-def test_structure_counts_calls(capsys: Any) -> None:
-    assert suites.main(["structure", "--policies", "one-bit"]) == 0
-    out = capsys.readouterr().out
-    assert "| `triton_kernels` |" in out
-    assert "| `one-bit` |" in out
-
-
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "row"),
     [
         ("network", "0.313 s (1.07×) | 0.359 s (2.21×) | 0.568 s (4.90×) | 0.873 s (5.98×) |"),
         ("network-hosts", "1.085 s (3.00×) | 1.006 s (5.64×) | 1.222 s (8.70×) |"),
@@ -170,9 +161,9 @@ def test_structure_counts_calls(capsys: Any) -> None:
         ("sites-network", "| 0.281 s | 89.3% (89.2% to 89.3%) | 82.0 | 246 | +1.4% | 10.7% |"),
     ],
 )
-def test_committed_records_print_what_the_docs_say(file: str, said: str, capsys: Any) -> None:
+def test_committed_records_print_what_the_docs_say(file: str, row: str, capsys: Any) -> None:
     assert suites.main(["report", str(RESULTS / f"{file}.jsonl")]) == 0
-    assert said in capsys.readouterr().out
+    assert row in capsys.readouterr().out
 
 
 # One rank's steps without the others
@@ -185,18 +176,6 @@ def test_all_policies_step_on_a_cpu(capsys: Any) -> None:
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) == 9
     assert " | 1.000 | " in rows[2]
-
-
-def test_gathered_parameters_are_copies_of_the_own_shard() -> None:
-    with alone(4):
-        model: Any = sharded(torch.device("cpu"))
-        weight = model.lm_head.weight
-        assert weight.full_tensor().shape == (1000, 128)
-        loss = model(torch.randint(256, (1, 16)))
-        loss.backward()
-    assert loss.isfinite()
-    assert weight.grad is not None
-    assert weight.grad.to_local().shape == (250, 128)
 
 
 def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:

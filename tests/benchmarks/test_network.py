@@ -20,9 +20,8 @@ from benchmarks.network import suite
 from benchmarks.network.launch import existing
 from benchmarks.network.methods import Settings, resolve
 from benchmarks.network.report import group
-from benchmarks.network.training import Model
 from benchmarks.records import read
-from examples.gpt import Block, GPTConfig
+from examples.gpt import GPT, Block, GPTConfig
 from support.paths import ROOT
 
 pytestmark = [
@@ -169,7 +168,7 @@ def _shard_bytes(ranks: int, *, blocks_twice: bool = False) -> int:
     """fp32 bytes that a rank sends to reduce-scatter all gradients, or to gather all parameters:
     dimension 0 of each in chunks, padded to the first one's size."""
     config = GPTConfig(width=SETTINGS.width, layers=SETTINGS.layers, heads=SETTINGS.heads)
-    model = Model(config)
+    model = GPT(config)
     inside = {id(p) for m in model.modules() if isinstance(m, Block) for p in m.parameters()}
     columns = sum(
         math.ceil(p.shape[0] / ranks)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from benchmarks.gloo import on_ranks
-from benchmarks.rank import Net
+from benchmarks.rank import decoder
 
 DENSITY = 0.1
 SETTLED = 10
@@ -47,8 +47,8 @@ ON_HOSTS: dict[str, Any] = POLICY | {
 
 def train(rank: int, steps: int, hosts: int | None) -> dict[str, Any]:
     torch.manual_seed(0)
-    model: Any = Net(32, 1)
-    for layer in model.layers:
+    model: Any = decoder(32, 1)
+    for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     with warnings.catch_warnings():
@@ -64,7 +64,8 @@ def train(rank: int, steps: int, hosts: int | None) -> dict[str, Any]:
             if hosts is not None:
                 model.set_requires_all_reduce(left == 0)
             start = torch.randint(len(text) - LENGTH, (2, 1), generator=draw)
-            model(text[start + torch.arange(LENGTH)]).backward()
+            tokens = text[start + torch.arange(LENGTH)]
+            model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in (SETTLED, steps):

@@ -1,4 +1,1 @@
-"""Checks of the GPU kernels that need no GPU, in two layers: each sees what the other cannot.
-
-``interpreted`` has Triton's interpreter run programs in other orders, ``ptx`` what is compiled.
-"""
+"""Checks of the compiled GPU kernels that need no GPU: `ptx` emulates what would be launched."""

@@ -1,4 +1,4 @@
-"""Kernels with an error that can be switched on, and what they should compute: the layers of
+"""Kernels with an error that can be switched on, and what they should compute: the emulator of
 docs/testing.md must name the errors.
 
 A case runs on CPU tensors, in whatever stands in for a GPU, and checks what came out.

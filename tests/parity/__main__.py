@@ -33,7 +33,7 @@ def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> s
         "[tests/parity](../tests/parity/__init__.py) has the details, and explains the names of "
         "options and policies."
     )
-    said: dict[str, None] = {}
+    numbered: dict[str, None] = {}
     for api in APIS:
         mine = {case: o for case, o in outcomes.items() if case.api == api}
         lines += ["", f"## {api}", "", f"| option | dtype | ranks | {' | '.join(POLICIES)} |"]
@@ -43,10 +43,10 @@ def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> s
             row = rows.setdefault((case.option, case.dtype, case.ranks), {})
             row[case.policy] = _SIGNS[result.kind]
             if result.kind == "refused":
-                number = list(said).index(key) + 1 if (key := case.refused) in said else 0
+                number = list(numbered).index(key) + 1 if (key := case.refused) in numbered else 0
                 if not number:
-                    said[key] = None
-                    number = len(said)
+                    numbered[key] = None
+                    number = len(numbered)
                 row[case.policy] += f" [{number}]"
         order = list(APIS[api].options)
         for (option, dtype, ranks), row in sorted(
@@ -57,7 +57,7 @@ def table(outcomes: Mapping[Case, Outcome], default_dtype: str = "float32") -> s
             lines.append(f"| {option} | {dtype} | {size} | {cells} |")
     messages = {case.refused: o.said for case, o in outcomes.items() if o.kind == "refused"}
     lines += ["", "## What refusals say", ""]
-    lines += [f"{i}. {' '.join(messages[key].split())}" for i, key in enumerate(said, 1)]
+    lines += [f"{i}. {' '.join(messages[key].split())}" for i, key in enumerate(numbered, 1)]
     return "\n".join(lines)
 
 

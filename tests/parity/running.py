@@ -43,11 +43,11 @@ def run(selected: Sequence[Case], default_dtype: str = "float32") -> dict[Case, 
     for ranks, some in groupby(by_ranks, key=lambda case: case.ranks):
         here = list(some)
         answers = run_ranks(run_on_a_rank, ranks, here, default_dtype, timeout=30 + 3 * len(here))
-        for case, said in zip(here, zip(*answers, strict=True), strict=True):
-            worst = [o for o in said if o.kind == "failed"] or list(said)
+        for case, of_ranks in zip(here, zip(*answers, strict=True), strict=True):
+            worst = [o for o in of_ranks if o.kind == "failed"] or list(of_ranks)
             outcomes[case] = worst[0]
-            if len({o.kind for o in said}) > 1:
-                outcomes[case] = Outcome("failed", f"ranks differ: {said}")
+            if len({o.kind for o in of_ranks}) > 1:
+                outcomes[case] = Outcome("failed", f"ranks differ: {of_ranks}")
     return outcomes
 
 

@@ -157,9 +157,9 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 def _file_of(block: Block) -> str | None:
     """``tagc/codecs/float8.py``, where the text says that the block is this new file."""
-    name = block.before.lstrip().removeprefix("`").partition("`")[0]
-    new = name.startswith("tagc/") and name.endswith(".py") and not (ROOT / name).exists()
-    return name if new else None
+    file = block.before.lstrip().removeprefix("`").partition("`")[0]
+    new = file.startswith("tagc/") and file.endswith(".py") and not (ROOT / file).exists()
+    return file if new else None
 
 
 def _module(path: str) -> str:

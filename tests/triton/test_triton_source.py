@@ -38,11 +38,3 @@ def test_no_float_that_may_be_zero_has_a_minus():
                 assert constant or operand in INTEGERS | NOT_ZERO, where
                 assert operand not in ("0.0", "0"), where
     assert found > 5
-
-
-def test_no_unsigned_number_is_inverted():
-    """Triton's interpreter before 3.9 cannot: it takes all ones for a Python integer of -1."""
-    for file, function in kernels():
-        for node in ast.walk(function):
-            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-                assert ast.unparse(node.operand) == "bit", f"{file}:{node.lineno}"

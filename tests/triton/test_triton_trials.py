@@ -1,17 +1,13 @@
 """The Triton operators give the bits of the reference, on the table of operators' cases.
 
-Every case runs interpreted on the CPU, compiled and emulated, and, where there is a GPU, natively
-(``-m gpu``).
+Every case runs compiled and emulated, and, where there is a GPU, natively (``-m gpu``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,12 +31,13 @@ from support.edges import (
     tensors_of,
     ties,
 )
-from support.kernel_cases import Cases, kernels
+from support.kernel_cases import kernels
 from support.trials import PLACEMENTS, SHARDS, SIZES, Case, Trial, shards, trials
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
-CASES = Cases()
+# Functions that take a device, by name.
+CASES: dict[str, Callable[[str], None]] = {}
 PLACED = ("not aligned", "aligned", "messages in wider rows, not aligned")
 
 
@@ -48,10 +45,12 @@ def case(trial: Trial, patches: Callable[[], Any] = contextlib.nullcontext) -> N
     # The placement of tensors alternates between calls, and between cases.
     turn = len(CASES) % len(PLACED)
 
-    @CASES(trial.name)
-    def _(device: str) -> None:
+    def check(device: str) -> None:
         with patches():
             trial.check(kernels("ops"), torch.device(device), *PLACED[turn:], *PLACED[:turn])
+
+    assert trial.name not in CASES
+    CASES[trial.name] = check
 
 
 @contextlib.contextmanager
@@ -127,55 +126,44 @@ for steps, last, launches, room in ((1, 1, 1, 256), (1, 1, 4, 256), (2, 3, 3, 63
         f"peeling in few steps: {steps} {last} {launches} {room}", short_of_cells,
         peel=limits | {"launches": lambda layout, count=launches: count}, table={"_CELLS": 512},
     )  # fmt: skip
-# When interpreted, few programs that do much at once; compiled, they would not fit.
-WIDE = {
-    "table": {"_CELLS": 1 << 13, "PROGRAMS": 60},
-    "peel": {"SCAN_BLOCK": 1 << 15},
-    "keys": {"_FILL": 1 << 14},
-}
-sized_case(
-    "large tables", large_tables, **(WIDE if os.environ.get("TRITON_INTERPRET") == "1" else {})
-)
-
-
-@CASES("lag: in place")
-def _(device: str) -> None:
-    check_lag_in_place(kernels("ops"), device)
-
-
-# --- interpreted in a process of its own, compiled and emulated, natively ----------------------
-
+sized_case("large tables", large_tables)
+CASES["lag: in place"] = lambda device: check_lag_in_place(kernels("ops"), device)
+# `make test` emulates these for sm_90, and `make test-device` for sm_80, too: of every family of
+# operators that launch.
 FEW = (
-    "blocks 4 float16 bfloat16, 3",
-    "matrix 1 8 float32 float32, 1",
-    "matrix 2 1 float16 bfloat16, 1",
-    "lag bfloat16, 3",
-    "dense bfloat16 float32, 1",
-    "steer 0, 1",
-)
-# Each compiles for ten seconds.
-LARGE = (
-    "sketch int8x4 bfloat16 bfloat16, 2",
-    "sketch: a cell for each group, and groups that are put off",
-)
-# Of every family of operators that launch.
-INTERPRETED = [
     "blocks 4 float32 float32, 1",
     "blocks 4 float16 bfloat16, 3",
     "dithered 8 float16, 1",
-    "matrix 1 8 float32 float32, 2",
+    "matrix 1 8 float32 float32, 1",
+    "matrix 2 1 float16 bfloat16, 1",
     "sketch int8x4 bfloat16 bfloat16, 3",
     "exact float16 2, 1",
     "exponents bfloat16, 2",
     "lag bfloat16, 3",
     "fingerprint bfloat16, 1",
-    "dense bfloat16 bfloat16, 2",
+    "dense bfloat16 float32, 1",
     "merged bfloat16 float32, 3",
     "steer 0, 1",
-]
-outcome, test_interpreted, test_compiled, test_on_a_gpu = CASES.tests(
-    __file__, *FEW, more=LARGE, interpreted=INTERPRETED
 )
+# Compiles for ten seconds.
+LARGE = ("sketch: a cell for each group, and groups that are put off",)
+EMULATED = [
+    *(pytest.param(name, 90, marks=[] if name in FEW else pytest.mark.device) for name in CASES),
+    *(pytest.param(name, 80, marks=pytest.mark.device) for name in (*FEW, *LARGE)),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "arch"), EMULATED)
+def test_compiled(emulation: Any, name: str, arch: int) -> None:
+    with emulation(arch):
+        CASES[name]("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    CASES[name]("cuda")
 
 
 def test_the_least_partition_of_packed_entries():
@@ -196,7 +184,3 @@ def test_all_sizes(trial: Trial):
 @pytest.mark.parametrize("numel", SHARDS)
 def test_shards_of_several_tiles(numel: int):
     shards(numel).check(kernels("ops"), torch.device("cuda"), *PLACEMENTS)
-
-
-if __name__ == "__main__":
-    CASES.main(Path(sys.argv[1]))

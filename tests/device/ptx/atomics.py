@@ -27,7 +27,7 @@ def atomic(i: Instruction) -> Step:
     place_of, inputs = address(at), [operand(x, i.bits) for x in rest]
     number, size, shared = type_of(i.kind, i.bits), i.bits // 8, "shared" in i.parts
     need(i.parts[-1] not in ("f16x2", "bf16", "bf16x2") and "noftz" not in i.parts, "its type")
-    names = {"add", "and", "or", "xor", "min", "max", "exch", "cas"} & {*i.parts}
+    names = _FOLDS.keys() & {*i.parts}
     need(len(names) == 1 and "vec" not in i.parts, "which operation")
     (name,) = names
     fold = _flushed if (name, i.parts[-1], shared) == ("add", "f32", False) else _FOLDS[name]
@@ -69,9 +69,6 @@ _FOLDS: dict[str, Any] = {
     "add": _add,
     "and": lambda old, x: old & x,
     "or": lambda old, x: old | x,
-    "xor": lambda old, x: old ^ x,
-    "min": min,
     "max": max,
     "exch": lambda old, x: x,
-    "cas": lambda old, expected, x: x if old == expected else old,
 }

@@ -9,8 +9,6 @@ from .parse import Instruction, elements
 from .registry import Step, calculation, emulates, need
 from .threads import Threads, operand
 
-_INTEGRAL = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
-
 
 @emulates("mov")
 def move(i: Instruction) -> Step:
@@ -39,13 +37,6 @@ def move(i: Instruction) -> Step:
     return unpack
 
 
-@emulates("cvta")
-def to_space(i: Instruction) -> Step:
-    """Global addresses are the same in every space."""
-    need("global" in i.parts, "another space")
-    return calculation(i, lambda x: x, i.bits)
-
-
 @emulates("cvt")
 def convert(i: Instruction) -> Step:
     """Between integers and floats of all widths, with the rounding that the opcode names."""
@@ -63,15 +54,12 @@ def convert(i: Instruction) -> Step:
     def converted(x):
         x = x.astype(BITS[wide]).view(before)
         if source[0] == "f" and to[0] == "f":
-            if rounding in _INTEGRAL:
-                return computed(_INTEGRAL[rounding](x).astype(after))
-            assert rounding in ("rn", ""), i
             got = computed(x.astype(after))
             return np.where(x != x, BITS[narrow](NAN[narrow]), got)
         if source[0] == "f":
             limits = np.iinfo(after)
             # float64 holds every float32 and, up to its rounding, the limits of integers.
-            whole = _INTEGRAL[rounding](np.nan_to_num(x.astype(np.float64), nan=0.0))
+            whole = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0))
             low, high = whole <= limits.min, whole >= limits.max
             whole = np.where(low | high, 0, whole)
             got = np.where(low, limits.min, np.where(high, limits.max, whole.astype(after)))
@@ -83,8 +71,8 @@ def convert(i: Instruction) -> Step:
         # No register is narrower than 16 bits.
         return bits_of(got.astype(type_of(to[0], 16))) if narrow == 8 else bits_of(got)
 
-    need(rounding in ("", "rn", *_INTEGRAL), "how it rounds")
-    need(source[0] != "f" or to[0] == "f" or rounding in _INTEGRAL, "how it rounds")
+    floats_only = to[0] == "f" or source[0] != "f"
+    need(rounding in ("", "rn") if floats_only else rounding == "rzi", "how it rounds")
     need(wide in FLOATS or source[0] != "f", "a float")
     return calculation(i, converted, 16 if wide == 8 else wide)
 

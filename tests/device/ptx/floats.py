@@ -72,24 +72,8 @@ def fused(i: Instruction) -> Step:
     return calculation(i, function, 32, 32, 32)
 
 
-@emulates("sqrt")
-def root(i: Instruction) -> Step:
-    """Correctly rounded."""
-    need(i.parts[1] == "rn", "how it rounds")
-    return calculation(i, lambda x: computed(np.sqrt(x.view(FLOATS[i.bits]))), i.bits)
-
-
 def comparison(name: str) -> Any:
-    """Function of two floats; ``u`` at the end of a name: or one is NaN."""
-
-    def unordered(x, y):
-        return np.isnan(x) | np.isnan(y)
-
-    ordered: dict[str, Any] = {
-        "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-        "ge": np.greater_equal, "ne": lambda x, y: (x != y) & ~unordered(x, y),
-        "num": lambda x, y: ~unordered(x, y), "nan": unordered,
-    }  # fmt: skip
-    if name in ordered:
-        return ordered[name]
-    return lambda x, y: ordered[name[:-1]](x, y) | unordered(x, y)
+    """Function of two floats; false where one is NaN."""
+    ordered = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    need(name in ordered, "how it compares")
+    return ordered[name]

@@ -20,20 +20,15 @@ def arithmetic(i: Instruction) -> Step:
     """Sums and the like, of floats as well."""
     if i.kind == "f":
         return floats.arithmetic(i)
+    need(len(i.parts) == 2 and i.base != "abs", "modifiers")
     signed = type_of(i.kind, i.bits)
-    relu = i.base in ("min", "max") and i.kind == "s" and i.parts[1] == "relu"
-    need(len(i.parts) == 2 + relu, "modifiers")
-    if i.base in ("abs", "neg"):
-        function: Any = {"abs": np.abs, "neg": np.negative}[i.base]
-        return calculation(i, lambda x: bits_of(function(x.view(signed))), i.bits)
+    if i.base == "neg":
+        return calculation(i, lambda x: bits_of(np.negative(x.view(signed))), i.bits)
     if i.base in ("min", "max"):
         least = {"min": np.minimum, "max": np.maximum}[i.base]
-
-        def bounded(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-            found = least(x.view(signed), y.view(signed))
-            return bits_of(np.maximum(found, 0) if relu else found)
-
-        return calculation(i, bounded, i.bits, i.bits)
+        return calculation(
+            i, lambda x, y: bits_of(least(x.view(signed), y.view(signed))), i.bits, i.bits
+        )
     sums = {"add": np.add, "sub": np.subtract}[i.base]
     return calculation(i, lambda x, y: sums(x, y), i.bits, i.bits)
 
@@ -170,39 +165,15 @@ def field(i: Instruction) -> Step:
     return calculation(i, extract, 32, 32, 32)
 
 
-@emulates("bfi")
-def insert(i: Instruction) -> Step:
-    """A word's low bits in the place of another's field."""
-    need(i.bits == 32, "64 bits")
+@emulates("popc")
+def count(i: Instruction) -> Step:
+    """Set bits."""
+    places = np.arange(i.bits).astype(BITS[i.bits])
 
-    def insert(x, into, place, length):
-        place, length = (
-            np.minimum(v & np.uint32(255), np.uint32(32)).astype(np.int64) for v in (place, length)
-        )
-        mask = (((1 << length) - 1) << place) & 0xFFFFFFFF
-        got = (into.astype(np.int64) & ~mask) | ((x.astype(np.int64) << place) & mask)
-        return got.astype(np.uint32)
+    def ones(x: np.ndarray) -> np.ndarray:
+        return ((x[..., None] >> places) & BITS[i.bits](1)).sum(-1).astype(np.uint32)
 
-    return calculation(i, insert, 32, 32, 32, 32)
-
-
-@emulates("popc", "clz", "brev")
-def counts(i: Instruction) -> Step:
-    """Set bits, leading zeros, bits backwards."""
-    bits = i.bits
-    places = np.arange(bits).astype(BITS[bits])
-
-    def count(x):
-        ones = (x[..., None] >> places) & BITS[bits](1)
-        if i.base == "popc":
-            return ones.sum(-1).astype(np.uint32)
-        if i.base == "brev":
-            return (ones << places[::-1]).sum(-1, dtype=BITS[bits])
-        backwards = ones[..., ::-1] != 0
-        some = backwards.any(-1)
-        return np.where(some, backwards.argmax(-1), bits).astype(np.uint32)
-
-    return calculation(i, lambda x: count(np.asarray(x)), bits)
+    return calculation(i, lambda x: ones(np.asarray(x)), i.bits)
 
 
 @emulates("prmt")
@@ -222,26 +193,6 @@ def permute(i: Instruction) -> Step:
         return out.astype(np.uint32)
 
     return calculation(i, choose, 32, 32, 32)
-
-
-@emulates("lop3")
-def table(i: Instruction) -> Step:
-    """Any function of three bits, by its table."""
-    want = int(i.operands[4], 0)
-
-    def look(x, y, z):
-        out = np.uint32(0)
-        for k in range(8):
-            if want >> k & 1:
-                terms = (v if k >> (2 - p) & 1 else ~v for p, v in enumerate((x, y, z)))
-                out = out | np.bitwise_and.reduce([*terms])
-        return out
-
-    shorter = Instruction(
-        opcode=i.opcode, operands=i.operands[:4], predicate=i.predicate, negated=i.negated,
-        where=i.where,
-    )  # fmt: skip
-    return calculation(shorter, look, 32, 32, 32)
 
 
 @emulates("selp")

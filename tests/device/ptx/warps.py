@@ -32,7 +32,7 @@ def shuffle(i: Instruction) -> Step:
     """A value of another lane; its own where that lane is out of range."""
     mode, (target, _, inside) = i.parts[2], i.operands[0].partition("|")
     value, by, limit = (operand(x, 32) for x in i.operands[1:4])
-    need(mode in ("bfly", "up", "down", "idx"), "mode")
+    need(mode in ("bfly", "up", "idx"), "mode")
 
     def run(t: Threads, mask: Array | None) -> None:
         warps(t, mask, i)
@@ -41,8 +41,7 @@ def shuffle(i: Instruction) -> Step:
         k, segment, clamp = k & 31, c >> 8 & 31, c & 31
         last = (_LANE & segment) | (clamp & ~segment)
         lane = {
-            "bfly": _LANE ^ k, "up": _LANE - k, "down": _LANE + k,
-            "idx": (_LANE & segment) | (k & ~segment),
+            "bfly": _LANE ^ k, "up": _LANE - k, "idx": (_LANE & segment) | (k & ~segment),
         }[mode]  # fmt: skip
         fits = lane >= last if mode == "up" else lane <= last
         lane = np.where(fits, lane, _LANE)
@@ -55,34 +54,17 @@ def shuffle(i: Instruction) -> Step:
 
 @emulates("redux")
 def reduction(i: Instruction) -> Step:
-    """A warp's sum, least, largest, or bits."""
+    """A warp's sum, least or largest."""
     name, number = i.parts[2], np.int32 if i.kind == "s" else np.uint32
-    fold: Any = {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-        "or": np.bitwise_or, "xor": np.bitwise_xor,
-    }[name]  # fmt: skip
+    folds: Any = {"add": np.add, "min": np.minimum, "max": np.maximum}
+    need(name in folds, "which operation")
+    fold = folds[name]
     value = operand(i.operands[1], 32)
 
     def run(t: Threads, mask: Array | None) -> None:
         warps(t, mask, i)
         x = t.full(value(t)).view(number).reshape(-1, 32)
         got = fold.reduce(x, 1, dtype=number).view(np.uint32)
-        t.write(i.operands[0], np.repeat(got, 32), mask)
-
-    return run
-
-
-@emulates("vote")
-def vote(i: Instruction) -> Step:
-    """Whether any or all lanes hold, or which."""
-    name, value = i.parts[2], operand(i.operands[1], 1)
-    need(name in ("any", "all", "ballot"), "mode")
-
-    def run(t: Threads, mask: Array | None) -> None:
-        warps(t, mask, i)
-        x = t.full(value(t)).reshape(-1, 32)
-        got: Any = (x.astype(np.uint64) << _LANE.astype(np.uint64)).sum(1).astype(np.uint32)
-        got = {"any": x.any(1), "all": x.all(1), "ballot": got}[name]
         t.write(i.operands[0], np.repeat(got, 32), mask)
 
     return run

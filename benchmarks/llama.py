@@ -1,5 +1,5 @@
-"""A byte-level model of Llama's family: rotary positions, grouped queries, SwiGLU, RMS norms, and a
-head of its own.
+"""A model of Llama's family: rotary positions, grouped queries, SwiGLU, RMS norms, a head of its
+own.
 
 Modules are named as in transformers, so that a policy recognises the role of each parameter.
 """
@@ -7,6 +7,8 @@ Modules are named as in transformers, so that a policy recognises the role of ea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,10 @@ _THETA = 10_000.0
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, plain: bool) -> None:
         super().__init__()
-        self.size = width // heads  # of a head
-        grouped = width // 2  # two heads share their keys and values
+        self.size, self.plain = width // heads, plain
+        grouped = width if plain else width // 2  # two heads share their keys and values
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, grouped, bias=False)
         self.v_proj = nn.Linear(width, grouped, bias=False)
@@ -31,8 +33,10 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        k, v = (each.repeat_interleave(2, dim=1) for each in (rotated(k), v))
-        y = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        if not self.plain:
+            q, k = rotated(q), rotated(k).repeat_interleave(2, dim=1)
+            v = v.repeat_interleave(2, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -48,23 +52,27 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, 3 * width, bias=False)
-        self.up_proj = nn.Linear(width, 3 * width, bias=False)
-        self.down_proj = nn.Linear(3 * width, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, inner: int, heads: int, *, plain: bool) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.self_attn = Attention(width, heads)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = MLP(width)
+        norm = partial(nn.RMSNorm, width, eps=1e-5)
+        self.input_layernorm = norm()
+        if plain:
+            self.post_attention_layernorm = norm()
+        self.self_attn = Attention(width, heads, plain=plain)
+        if not plain:
+            self.post_attention_layernorm = norm()
+        self.mlp = MLP(width, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
@@ -72,10 +80,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self, vocabulary: int, width: int, layers: int, block: Callable[[], Block]
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(block() for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -90,12 +100,20 @@ class Llama(nn.Module):
     ``[batch, length]``.
 
     Args:
+        inner: width of the gated MLP.
         heads: of queries, an even number that divides ``width``; half as many of keys and values.
+        plain: no positions, as many heads of keys and values as of queries, and a block's norms
+            before its matrices, which are then adjacent.
     """
 
-    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self, *, vocabulary: int, width: int, inner: int, layers: int, heads: int,
+        plain: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.model = Transformer(vocabulary, width, layers, heads)
+        self.model = Transformer(
+            vocabulary, width, layers, lambda: Block(width, inner, heads, plain=plain)
+        )
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
