@@ -2,9 +2,9 @@
 
 There are three kernels; the first two are launched once for matrices of all shapes. They read
 gradient and residual twice, by columns and by rows, because a row's scale needs the scales of all
-columns. The rows' kernel is here. A program has some whole rows,
-in registers, as tables ``[places, words]`` like their codes, so that the elements are still
-there when the codes are computed. A row's scale ``f`` follows from its sum. The codes of
+columns. The rows' kernel is here. A program has some whole rows, in registers, as tables
+``[places, words]`` like their codes, so that the elements are still there when the codes are
+computed. A row's scale ``f`` follows from its sum. The codes of
 ``x = float32(grad) + float32(residual)`` in columns with the scale ``v`` are ``floor(y * 0.5)``,
 clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``. With groups, a
 code is the place of the group's largest ``|x * (1 / v)|``, plus the group's size if that ``x`` is
@@ -39,7 +39,7 @@ from .matrix_numbers import (
     sum_table,
     unit_of,
 )
-from .matrix_scales import words_at_a_time, write_scales
+from .matrix_scales import write_scales
 from .matrix_table import Run, runs_of
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
@@ -331,7 +331,7 @@ def _quantize_rows(
     """Quantize the rows of the matrices of one shape."""
     layout = run.layout
     message = message.unflatten(1, (layout.count, -1))  # [D, count, words]
-    unit, words = unit_of(layout.row_words), words_at_a_time(layout)
+    unit, words = unit_of(layout.row_words), layout.words_at_a_time
     of_row = words * layout.group * layout.places
     rows = min(max(1, _ELEMENTS // of_row), next_power_of_2(layout.rows))
     # Accesses that are not aligned take more registers.

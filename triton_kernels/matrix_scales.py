@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tagc.ops.matrix import CENTRE, MIN_EXPONENT, MatrixLayout
+from tagc.ops.matrix import CENTRE, MIN_EXPONENT
 
 from .jit import constant, jit, tl
 from .matrix_numbers import (
@@ -35,12 +35,13 @@ from .matrix_table import (
     first_top,
     first_word,
     head_words,
+    log_of_rows,
     number_of,
     programs_and_table,
     shape_of,
     whose_matrix,
 )
-from .sizes import cdiv, next_power_of_2
+from .sizes import cdiv
 
 _CENTRE = constant(CENTRE)
 _MIN_EXPONENT = constant(MIN_EXPONENT)
@@ -51,15 +52,6 @@ _PLAIN = [
     "sums", "tops", "message", "uppers", "norms", "table", "runs", "message_stride", "sums_stride",
     "tops_stride", "norms_stride",
 ]  # fmt: skip
-
-
-@jit
-def log_of(number):
-    """Logarithm of a positive int32, rounded down."""
-    log = tl.zeros([], tl.int32)
-    for bit in tl.static_range(1, 31):
-        log += (number >= (1 << bit)).to(tl.int32)
-    return log
 
 
 @jit(do_not_specialize=_PLAIN)
@@ -81,7 +73,7 @@ def matrix_scales_kernel(
     top = largest_of(tops, tl.cdiv(columns, COLUMNS))
     before_rows, before_codes = head_words(rows, columns)
     if tile == 0:
-        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of(rows)
+        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows(table)
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
         if norms is not None:
@@ -131,7 +123,7 @@ def write_scales(
             share a code; then every row has its own.
     """
     layout = runs[0].layout
-    words = max(words_at_a_time(run.layout) for run in runs)
+    words = max(run.layout.words_at_a_time for run in runs)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
     programs, of_table = programs_and_table(
         runs, lambda m: cdiv(max(m.head), _WORDS), 1, message.device
@@ -144,8 +136,3 @@ def write_scales(
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def words_at_a_time(layout: MatrixLayout) -> int:
-    """Words of the table in which a row is summed; a power of two."""
-    return min(layout.word_lanes, next_power_of_2(layout.row_words))

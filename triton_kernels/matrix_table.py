@@ -30,7 +30,8 @@ from .jit import constant, jit, tl
 _FIRST, _PROGRAMS, _ROWS, _COLUMNS = constant(0), constant(1), constant(2), constant(3)
 _ROW_WORDS, _WORDS, _ELEMENTS_BEFORE = constant(4), constant(5), constant(6)
 _WORDS_BEFORE, _COLUMNS_BEFORE, _MATRICES_BEFORE = constant(7), constant(8), constant(9)
-_ROWS_BEFORE, _ROW_WORDS_BEFORE, _FIELDS = constant(10), constant(11), constant(12)
+_ROWS_BEFORE, _ROW_WORDS_BEFORE, _LOG_OF_ROWS = constant(10), constant(11), constant(12)
+_FIELDS = constant(13)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _table(
         elements, words, columns, *others = astuple(before)
         shape = m.rows, m.columns // unit, m.row_words, m.one.words
         places = elements // unit, words, columns // unit, *others
-        rows.append((first, of_matrix, *shape, *places))
+        rows.append((first, of_matrix, *shape, *places, m.rows.bit_length() - 1))
         first += of_matrix * m.count
     # Training cannot use a tensor that an evaluation made in inference mode.
     with torch.inference_mode(False):
@@ -144,6 +145,12 @@ def shape_of(table, UNIT: tl.constexpr):
         (tl.load(table + _COLUMNS) * UNIT).to(tl.int32),
         tl.load(table + _ROW_WORDS).to(tl.int32),
     )
+
+
+@jit
+def log_of_rows(table):
+    """Rounded down."""
+    return tl.load(table + _LOG_OF_ROWS).to(tl.int32)
 
 
 @jit

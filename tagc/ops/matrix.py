@@ -158,6 +158,12 @@ class MatrixLayout:
         return SPAN // (self.places * self.group)
 
     @cached_property
+    def words_at_a_time(self) -> int:
+        """Number of words of the table in which a row is summed: as many of ``word_lanes`` as a row
+        needs, rounded up to a power of two."""
+        return min(self.word_lanes, 1 << (self.row_words - 1).bit_length())
+
+    @cached_property
     def head(self) -> tuple[int, int, int]:
         """int32 words of a matrix's base, of its columns' scales and of its rows' scales."""
         return 1, -(-self.columns // 8), -(-self.rows // 4)

@@ -62,7 +62,7 @@ def quantize_matrix(
         if not one.rows:
             continue
         v = np.empty(one.columns, np.float32)
-        table = np.empty(2 * one.places * _words_side_by_side(one), np.float32)
+        table = np.empty(2 * one.places * one.words_at_a_time, np.float32)
         sizes = [*one.head, one.rows * one.row_words]
         heads, columns, rows, codes = map(words_of, message[:, words].split(sizes, dim=-1))
         for d in range(grad.shape[0]):
@@ -73,14 +73,6 @@ def quantize_matrix(
                 x, left, one.rows, v, U(base), N(one.group), group_of(one.places),
                 F(one.distance), F(average), F(1 - average), table, rows[d], codes[d],
             )  # fmt: skip
-
-
-def _words_side_by_side(layout: MatrixLayout) -> int:
-    """Words of a row that are summed side by side, a power of two."""
-    wide = 1
-    while wide < min(layout.row_words, layout.word_lanes):
-        wide *= 2
-    return wide
 
 
 def dequantize_matrix(
