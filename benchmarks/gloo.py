@@ -37,6 +37,9 @@ def _rank(
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
+        # Ranks share the cores. With this policy, a woken thread does not displace one that runs.
+        # Otherwise gloo's thread displaces one that holds a connection's lock, and spins.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     timeout = timedelta(minutes=minutes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from support.marks import varied
 
 # Test processes share few cores, where OpenMP threads that spin for work cost more than they do.
 torch.set_num_threads(1)
+# A woken thread does not displace one that runs. Ranks share the cores, and gloo's thread spins
+# while the thread that it displaced holds a connection's lock: that took a fifth of all time.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
