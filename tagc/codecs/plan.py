@@ -104,6 +104,30 @@ class CodecPlan:
         return False
 
     @property
+    def measured_words(self) -> int:
+        """int32 words that a measurement of the next message writes. By the first of them, ranks
+        agree on its size (:meth:`fitting`). 0 if all messages have the same size."""
+        return 0
+
+    def measuring(self, x: Place, old: Place, measured: Place) -> Iterator[Launch]:
+        """Launches that measure the next message about ``x`` ``[1, columns]``.
+
+        Args:
+            old: the copy of ``x``, with a codec of changes.
+            measured: ``[1, measured_words]`` int32, written.
+        """
+        return iter(())
+
+    def fitting(self, measured: int) -> Self:
+        """The plan for the next message, by the largest number that a rank measured."""
+        return self
+
+    @property
+    def largest(self) -> Self:
+        """The plan for the longest messages that can occur."""
+        return self
+
+    @property
     def reuses_forward_message(self) -> bool:
         """Whether the backward reuses the messages of the forward's all-gather."""
         return False

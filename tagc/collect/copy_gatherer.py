@@ -26,7 +26,6 @@ from torch import Tensor
 from tagc.basics.warn import warn
 from tagc.collect.alarm import Alarm
 from tagc.collect.gatherer import GatherSetup, Phase, UnitGatherer, squared_norms
-from tagc.collect.transport import failing_in
 from tagc.plan.gathers import Gathers
 
 
@@ -64,7 +63,8 @@ class CopyGatherer(UnitGatherer):
         # Whether this rank's row of the copy is known, and whether the others are.
         self._knows_own = self._knows_others = False
         self._due = False
-        # Words of each exact segment in the message that is due; empty until ranks agree on them.
+        # What was measured of each segment whose messages vary, of the message that is due; empty
+        # until ranks agree on it.
         self._agreed: list[int] = []
         # Whether an optimizer's step was seen.
         self._sees_steps = False
@@ -156,18 +156,19 @@ class CopyGatherer(UnitGatherer):
         ahead = phase is Phase.AHEAD
         if self._knows_own:
             self._warn_of_others()
-            fitting = self._fitting(inp)
-            self._run(fitting.changes_ahead if ahead else fitting.changes, out, inp)
+            programs = self._fitting(inp)
+        if self._knows_own and (programs.sizes is None or programs.saves):
+            self._run(programs.changes_ahead if ahead else programs.changes, out, inp)
         else:
             self._run(programs.whole_ahead if ahead else programs.whole, out, inp)
             self._knows_own = self._knows_others = True
         self._due, self._agreed, self._reductions_then = False, [], self._reductions()
-        if programs.sizes is not None:
+        if self._programs.sizes is not None:
             self._by_others.note()  # of a change after it was measured
 
     def _fitting(self, inp: Tensor) -> Gathers:
-        """The programs for the next message. If any segment is exact, all ranks choose by the
-        largest size, and wait for it if they have not agreed on it yet."""
+        """The programs for the next message. If its size varies, all ranks choose by the largest
+        one, and wait for it if they have not agreed on it yet."""
         if self._programs.sizes is None:
             return self._programs
         if not self._agreed:
@@ -187,27 +188,6 @@ class CopyGatherer(UnitGatherer):
     def _can_be_measured(self) -> bool:
         # A step that no hook sees may follow before the gather, and nothing would say so.
         return self._due and self._sees_steps and self._knows_own and not self._agreed
-
-    def _measured(self, inp: Tensor) -> Tensor:
-        """Words of each exact segment in a message about ``inp`` ``[S]``; int32."""
-        assert self._programs.sizes is not None
-        self._replay(self._programs.sizes).run({"inp": inp})
-        return torch.cat([self.store[plan][0, :1] for plan in self._programs.measured.values()])
-
-    def _largest(self, mine: Tensor) -> Tensor:
-        """The largest of all ranks' numbers ``[n]``, for each of them."""
-        for level, transport in self._levels.items():
-            self._lockstep.check(transport, len(mine))
-            with failing_in(self._lockstep.what, transport.group):
-                everyones = mine.new_empty(transport.size, len(mine))
-                work = transport.gather(everyones, mine[None])
-                work.wait()
-            mine = everyones.amax(0)
-            if level == "inside":
-                self.inside_bytes += work.wire_bytes
-            else:
-                self.wire_bytes += work.wire_bytes
-        return mine
 
     def _warn_of_others(self) -> None:
         """Warn if the parameters were written to after the optimizer's step. (If you clip or

@@ -244,6 +244,27 @@ class UnitGatherer(ABC):
             self._captured.append(replay)
         return replay
 
+    def _measured(self, inp: Tensor) -> Tensor:
+        """What each segment whose messages vary measured of ``inp`` ``[S]``; int32."""
+        assert self._programs.sizes is not None
+        self._replay(self._programs.sizes).run({"inp": inp})
+        return torch.cat([self.store[place][0, :1] for place in self._programs.measured.values()])
+
+    def _largest(self, mine: Tensor) -> Tensor:
+        """The largest of all ranks' numbers ``[n]``, for each of them."""
+        for level, transport in self._levels.items():
+            self._lockstep.check(transport, len(mine))
+            with failing_in(self._lockstep.what, transport.group):
+                everyones = mine.new_empty(transport.size, len(mine))
+                work = transport.gather(everyones, mine[None])
+                work.wait()
+            mine = everyones.amax(0)
+            if level == "inside":
+                self.inside_bytes += work.wire_bytes
+            else:
+                self.wire_bytes += work.wire_bytes
+        return mine
+
     def _gather_uncompressed(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> None:
         if self.plan.info.ranks_per_host == 1:
             self._gather_natively(out, inp, group)
@@ -309,6 +330,8 @@ class MessageGatherer(UnitGatherer):
         # Whether the messages of the last forward that autograd recorded are kept.
         self._kept = False
         if plan.compressed:
+            if programs.sizes is not None:
+                self._declare(programs.sizes)
             self._declare(programs.message)
             if plan.reuses_forward_message:
                 self._declare(programs.kept_message, programs.again)
@@ -316,6 +339,18 @@ class MessageGatherer(UnitGatherer):
     def _check_alarms(self) -> None:
         for alarm in (self._changed, *self._unfit):
             alarm.check()
+
+    def before_capture(self) -> None:
+        self._refuse_capture(soon=True)
+        super().before_capture()
+
+    def _refuse_capture(self, *, soon: bool = False) -> None:
+        if self._programs.sizes is not None and (soon or self._capturing):
+            raise RuntimeError(
+                f"tagc: a CUDA graph cannot hold the parameters of unit {self._name!r}: with codec "
+                "'exact' and 'keep_copy: false' ranks agree on the size of every message; set "
+                "'keep_copy: true', or train without a graph"
+            )
 
     def _gather(self, out: Tensor, inp: Tensor, phase: Phase) -> None:
         self._check_alarms()
@@ -326,13 +361,22 @@ class MessageGatherer(UnitGatherer):
             self._changed.note()
         else:
             kept = keeps and phase is Phase.FORWARD
-            self._run(programs.kept_message if kept else programs.message, out, inp)
+            if programs.sizes is not None:
+                self._run(self._fitting(inp), out, inp)
+            else:
+                self._run(programs.kept_message if kept else programs.message, out, inp)
             # All ranks have the same messages, so all raise. (Trainable parameters come out NaN
             # instead, as in a run that diverges natively.)
             for alarm in self._unfit:
                 alarm.note()
         if phase is not Phase.OTHER:
             self._kept = keeps and phase is Phase.FORWARD
+
+    def _fitting(self, inp: Tensor) -> Program:
+        """The program for messages whose sizes vary: all ranks choose by the largest one."""
+        self._refuse_capture()
+        fitted = self._programs.fitted(self._largest(self._measured(inp)).tolist())
+        return fitted.message if fitted.saves else fitted.uncompressed
 
     def note_forward(self) -> None:
         # If parameters are still unsharded, after an evaluation or `unshard()`, this forward

@@ -91,7 +91,8 @@ def explain(args: argparse.Namespace) -> int:
         "with a policy that is not for sites": policy.sites is None,
         "with a policy without codec auto": not is_automatic(policy),
         "with a policy without codec exact": not any(
-            isinstance(rule.codec, ExactConfig) for rule in policy.parameters
+            isinstance(rule.codec, ExactConfig) and rule.codec.keep_copy
+            for rule in policy.parameters
         ),
         "with one data-parallel rank": alone,
         "with one data-parallel rank and without --json": alone and not args.json,

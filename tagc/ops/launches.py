@@ -16,6 +16,7 @@ from torch import Tensor
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout
 from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.implementations import Ops
 from tagc.ops.matrix import AnyMatrices
 from tagc.ops.program import Launch, Operator, Place, Step
@@ -190,6 +191,32 @@ class DecodeExact(_Exact):
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.decode_exact, layout=self.layout)
+
+
+@dataclass(frozen=True)
+class _Exponents(Operator):
+    """An operator of :class:`tagc.ops.exponents.ExponentOps`."""
+
+    launches: ClassVar[bool] = True
+
+    layout: ExponentLayout
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        ops.prepare_exponents()
+
+
+class PackExponents(_Exponents):
+    """``(rows, message)``. See :meth:`tagc.ops.exponents.ExponentOps.pack_exponents`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.pack_exponents, layout=self.layout)
+
+
+class UnpackExponents(_Exponents):
+    """``(messages, rows)``. See :meth:`tagc.ops.exponents.ExponentOps.unpack_exponents`."""
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        return partial(ops.unpack_exponents, layout=self.layout)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tagc.plan.checks import (
     COMPRESSIBLE,
     check_dtype,
     check_effect,
+    check_kept,
     matrices_of,
     notes_on,
 )
@@ -191,6 +192,7 @@ def _plan_unit(
         options.setdefault(with_bits(bits), bits)
     for option in options:
         check_dtype(option)
+        check_kept(option)
     return [*options.items()]
 
 

@@ -408,6 +408,17 @@ def check_dtype(unit: UnitPlan) -> None:
         )
 
 
+def check_kept(unit: UnitPlan) -> None:
+    """Raise PolicyError if messages that a backward reads again may have several sizes."""
+    varying = [p.name for s in unit.segments if s.codec.measured_words for p in s.params]
+    if unit.reuses_forward_message and varying:
+        raise PolicyError(
+            f"unit {unit.info.label!r} has parameters with 'keep_for_backward', and with codec "
+            f"'exact' and 'keep_copy: false': {as_list(varying)}. The sizes of its messages vary, "
+            "and a backward gathers them again: set 'keep_for_backward: false' or 'keep_copy: true'"
+        )
+
+
 def matrices_of(
     unit: UnitInfo, params: Sequence[UnitParam], codec: CodecConfig
 ) -> list[list[tuple[int, int]]]:

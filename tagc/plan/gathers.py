@@ -9,21 +9,20 @@ the same arithmetic, so all have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from tagc.codecs.exact import ExactPlan
+from tagc.codecs import CodecPlan
+from tagc.codecs.exact import ExactChanges
 from tagc.ops.dense import DenseLayout
-from tagc.ops.exact import ExactLayout
 from tagc.ops.launches import (
     ClearUnchanged,
     Copy,
     EncodeExact,
     Fingerprint,
-    MeasureExact,
     Spoil,
     Subtract,
     Sum,
@@ -49,7 +48,7 @@ class Gathers:
         changed_early: the same, before a backward of the old parameters was over.
         fingerprint: of the shard that the last message was made from, int64 ``[2]``.
         copy: the parameters as all other ranks know them, ``[H, S]``; only with a codec of changes.
-        measured: by exact segment: the plan of its next message, see :attr:`sizes`.
+        measured: by segment, if the sizes of its messages vary: what :attr:`sizes` measured.
         unfit: by frozen segment, unless its codec carries all values: set if it cannot carry
             those of the last message; boolean, ``[1]``.
     """
@@ -75,8 +74,8 @@ class Gathers:
         self._fitted: dict[tuple[int, ...], Gathers] = {}
         self.measured: dict[Segment, Place] = {}
         for segment in unit.segments:
-            if isinstance(segment.codec, ExactPlan):
-                name, words = f"measured.{segment.start}", segment.codec.layout.plan_words
+            if words := segment.codec.measured_words:
+                name = f"measured.{segment.start}"
                 self.measured[segment] = Place(name, (1, words), torch.int32, "kept")
         self._measured_fingerprint = Place("measured_fingerprint", (2,), torch.int64, "kept")
         self._spans: list[tuple[Segment, slice, slice]] = []
@@ -154,8 +153,9 @@ class Gathers:
             # What has changed since it was measured may not fit. This rank then says that nothing
             # has changed, and raises.
             check: list[Step] = [self._compare(self.changed, self._measured_fingerprint)]
-            for plan in self.measured.values():
-                check.append(Launch(Spoil(1), (plan[:1], self.changed)))
+            for segment, plan in self.measured.items():
+                if segment.codec.of_changes:
+                    check.append(Launch(Spoil(1), (plan[:1], self.changed)))
             note = Launch(Copy(), (self._measured_fingerprint, self.fingerprint))
             encode = [*check, *encode, note]
             if share:
@@ -171,33 +171,40 @@ class Gathers:
 
     @cached_property
     def sizes(self) -> Program | None:
-        """Measures the next message of :meth:`fitted`; None if no segment is exact."""
+        """Measures the next message of :meth:`fitted`; None if messages have one size."""
         if not self.measured:
             return None
-        own = self.copy.row(OWN)
-        measure = [self._note(self._measured_fingerprint)]
-        for segment, plan in self.measured.items():
+        measure = [self._note(self._measured_fingerprint)] if self._unit.keeps_copy else []
+        for segment, place in self.measured.items():
             columns = slice(segment.start, segment.stop)
-            places = (self._inp[columns], own[columns], plan)
-            measure.append(Launch(MeasureExact(_layout_of(segment)), places, segment.codec.name))
+            old = self.copy.row(OWN)[columns]
+            measure += segment.codec.measuring(self._inp[columns], old, place)
         return self._program(("encode parameters", measure))
 
-    def fitted(self, words: Sequence[int]) -> Gathers:
-        """The programs for exact segments of so many words."""
-        fitting = zip(self.measured, words, strict=True)
-        codecs = {s.start: s.codec.fitting(n) for s, n in fitting if isinstance(s.codec, ExactPlan)}
-        rooms = tuple(codec.capacity for codec in codecs.values())
+    def fitted(self, measured: Sequence[int]) -> Gathers:
+        """The programs for the next message, by the largest number that a rank measured of each
+        segment."""
+        fitting = zip(self.measured, measured, strict=True)
+        return self._with({s.start: s.codec.fitting(n) for s, n in fitting})
+
+    @property
+    def saves(self) -> bool:
+        """Whether messages are shorter than the shards themselves."""
+        return 4 * self._unit.messages.row_words < self._unit.columns * self._inp.dtype.itemsize
+
+    @property
+    def largest(self) -> Gathers:
+        """The programs for the longest messages that can occur."""
+        return self._with({s.start: s.codec.largest for s in self.measured})
+
+    def _with(self, codecs: Mapping[int, CodecPlan]) -> Gathers:
+        rooms = tuple(codec.words for codec in codecs.values())
         if rooms not in self._fitted:
             if len(self._fitted) == _SIZES:
                 self._fitted.clear()
             segments = [replace(s, codec=codecs.get(s.start, s.codec)) for s in self._unit.segments]
             self._fitted[rooms] = Gathers(replace(self._unit, segments=tuple(segments)))
         return self._fitted[rooms]
-
-    @property
-    def largest(self) -> Gathers:
-        """The programs for the longest messages that can occur."""
-        return self.fitted([_layout_of(segment).words for segment in self.measured])
 
     @cached_property
     def read(self) -> Program:
@@ -293,9 +300,9 @@ class Gathers:
             x = self._inp[columns]
             if segment in self.measured and not exact:
                 continue
-            if segment in self.measured:
+            if isinstance(segment.codec, ExactChanges):
                 places = (x, own[columns], self.measured[segment], self._send[words])
-                yield Launch(EncodeExact(_layout_of(segment)), places, segment.codec.name)
+                yield Launch(EncodeExact(segment.codec.layout), places, segment.codec.name)
                 continue
             if segment.codec.of_changes:
                 if segment.frozen:
@@ -343,11 +350,6 @@ class Gathers:
         ranks = self._unit.info.ranks_per_host
         yield Send("all-gather each", "inside", ranks, out, rows, "rows")
         yield Wait("rows")
-
-
-def _layout_of(segment: Segment) -> ExactLayout:
-    assert isinstance(segment.codec, ExactPlan)
-    return segment.codec.layout
 
 
 def _joined(segments: Iterable[Segment]) -> list[slice]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tagc.codecs.exact import ExactPlan
+from tagc.codecs import CodecPlan
+from tagc.codecs.exact import ExactChanges
 from tagc.plan.messages import Segment
 from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
@@ -68,7 +69,9 @@ class Plan:
             )
         if not rate > 0:
             raise ValueError(f"a learning rate must be above zero, not {rate}")
-        parameters = _with_exact(self.parameters, lambda codec: codec.at_rate(rate))
+        parameters = _with_codecs(
+            self.parameters, lambda c: c.at_rate(rate) if isinstance(c, ExactChanges) else c
+        )
         return replace(self, parameters=parameters, learning_rate=rate)
 
     def freeze(self, file: str | os.PathLike[str]) -> None:
@@ -117,29 +120,29 @@ class Plan:
         }
 
     @property
-    def exact(self) -> tuple[ExactPlan, ...]:
-        """The segments of codec ``exact``."""
+    def exact(self) -> tuple[ExactChanges, ...]:
+        """The segments whose changes codec ``exact`` sends."""
         codecs = (segment.codec for unit in self.parameters for segment in unit.segments)
-        return tuple(codec for codec in codecs if isinstance(codec, ExactPlan))
+        return tuple(codec for codec in codecs if isinstance(codec, ExactChanges))
 
     @property
     def about_exact(self) -> Iterator[str]:
         """A note on what codec ``exact`` is expected to send, and can send at most."""
-        exact = self.exact
-        if not exact:
+        most = _with_codecs(self.parameters, lambda codec: codec.largest)
+        if most == self.parameters:
             return
-        numel = sum(codec.layout.numel for codec in exact)
-        bits = 32 * sum(codec.words for codec in exact) / max(1, numel)
-        at = "" if self.learning_rate is None else f" at a learning rate of {self.learning_rate:g}"
-        most = _with_exact(self.parameters, lambda codec: codec.largest)
         expected, at_most = (
             format_bytes(sent_in_step(units, self.micro_batches)[0])
             for units in (self.parameters, most)
         )
-        yield (
-            f"parameters: expected {expected} per step, with {bits:.2g} bits for an exact change"
-            f"{at}; at most {at_most}"
-        )
+        how = ""
+        if exact := self.exact:
+            numel = sum(codec.layout.numel for codec in exact)
+            bits = 32 * sum(codec.words for codec in exact) / max(1, numel)
+            how = f", with {bits:.2g} bits for an exact change"
+        if self.learning_rate is not None:
+            how += f" at a learning rate of {self.learning_rate:g}"
+        yield f"parameters: expected {expected} per step{how}; at most {at_most}"
 
     @property
     def headline(self) -> str:
@@ -200,14 +203,12 @@ class Plan:
         return as_text(f"policy {self.policy.name}: {self.headline}{after}", rows, notes)
 
 
-def _with_exact(
-    units: Sequence[UnitPlan], change: Callable[[ExactPlan], ExactPlan]
+def _with_codecs(
+    units: Sequence[UnitPlan], change: Callable[[CodecPlan], CodecPlan]
 ) -> tuple[UnitPlan, ...]:
-    """Units with other plans of exact segments."""
+    """Units with other plans of their segments."""
 
     def changed(segment: Segment) -> Segment:
-        if not isinstance(segment.codec, ExactPlan):
-            return segment
         return replace(segment, codec=change(segment.codec))
 
     return tuple(replace(unit, segments=tuple(map(changed, unit.segments))) for unit in units)

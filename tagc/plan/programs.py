@@ -54,6 +54,10 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
             yield gathers.message, 0
             yield gathers.kept_message, micro_batches
             yield gathers.again, times - micro_batches
+        elif gathers.sizes is not None:
+            yield gathers.sizes, times
+            yield gathers.largest.message, 0
+            yield gathers.message, times
         else:
             yield gathers.message, times
         return

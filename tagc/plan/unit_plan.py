@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Literal
 
 from tagc.codecs import CodecPlan, Cut
-from tagc.codecs.exact import ExactPlan
 from tagc.plan.messages import MessagePlan, Segment, sent_spans
 from tagc.plan.units import UnitInfo, UnitParam
 
@@ -177,6 +176,4 @@ class UnitPlan:
             stored += 4 * int(self.messages.words_of(segment)) * self.messages.read
         if self.keeps_copy:
             stored += self.peers * segment.columns * self.info.dtype.itemsize
-        if isinstance(segment.codec, ExactPlan):
-            stored += 4 * segment.codec.layout.plan_words
-        return stored
+        return stored + 4 * segment.codec.measured_words

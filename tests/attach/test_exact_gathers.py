@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -16,14 +16,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import tagc
 from support.block_net import wrap
-from support.distributed import on_ranks
-from support.gathering import gathering
+from support.distributed import as_on_nccl, on_ranks
+from support.gathering import KEPT, gathering
 from support.small_net import local_weights, loss_of, net, sharded
 from support.states import shipped
+from tagc.plan.table import format_bytes
 
 # Of the middle layers, with others unchanged, so that a unit has both; or of all parameters.
 SOME = {"kind": "exact"}, ["*.[02].weight", "head.weight"]
 ALL = {"kind": "exact"}, "*"
+PACKED = {"kind": "exact", "keep_copy": False}, "*"
 
 
 def made(dtype: torch.dtype, replicas: int = 1, **options: Any) -> Any:
@@ -65,6 +67,9 @@ def life(model: Any, rank: int, compressor: Any) -> list[Tensor]:
                     p.mul_(-(2.0**8)).add_(3.0)
                     p.to_local().view(-1)[:1].fill_(1e-40)
                     p.mul_(2.0**-8)
+                    if rank == 1:  # exponents that do not fit in packed messages
+                        flat = p.to_local().view(-1)
+                        flat.mul_(2.0 ** -(torch.arange(len(flat)) % 40))
             if compressor is not None:
                 compressor.refresh()
         if step == 3 and compressor is not None:
@@ -102,16 +107,33 @@ def same(ours: list[Tensor], native: list[Tensor]) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "what", "dtype", "hosts", "reshard"),
-    [(2, SOME, torch.bfloat16, None, True), (4, ALL, torch.float16, 2, False)],
+    ("world_size", "what", "dtype", "hosts", "reshard", "changes"),
+    [
+        (2, SOME, torch.bfloat16, None, True, []),
+        (4, ALL, torch.float16, 2, False, []),
+        (2, PACKED, torch.bfloat16, None, True, []),
+        (4, PACKED, torch.bfloat16, 2, True, ["*.0.weight", "norm.*"]),
+    ],
 )
+@pytest.mark.parametrize("nccl", [False, True])
 def test_a_run_has_native_bits(
-    rank: int, world_size: int, what: Any, dtype: torch.dtype, hosts: Any, reshard: bool
+    rank: int,
+    world_size: int,
+    what: Any,
+    dtype: torch.dtype,
+    hosts: Any,
+    reshard: bool,
+    changes: list[str],
+    nccl: bool,
 ) -> None:
     native = life(made(dtype, reshard_after_forward=reshard), rank, None)
     model = made(dtype, reshard_after_forward=reshard)
-    wrap(model, gathering(*what), hosts=hosts, ops="cpu")
-    same(life(model, rank, tagc.compressor(model)), native)
+    policy = gathering(*what)
+    if changes:  # of some parameters of a unit
+        policy["parameters"].insert(0, gathering(ALL[0], changes)["parameters"][0])
+    with as_on_nccl() if nccl else nullcontext():
+        wrap(model, policy, hosts=hosts, ops="cpu")
+        same(life(model, rank, tagc.compressor(model)), native)
     assert tagc.compressor(model).metrics().parameter_error == 0  # of the last step's changes, too
 
 
@@ -236,10 +258,54 @@ def test_bytes_follow_the_changes(rank: int, world_size: int) -> None:
     for of in (
         lambda x: None, lambda x: x[:8].add_(1e-4), lambda x: x.add_(1e-4),
         lambda x: x.copy_(torch.randn(128, 256).exp2_()),
+        lambda x: x.copy_(random_bits(torch.Generator().manual_seed(rank))),
     ):  # fmt: skip
         change(of)
-    nothing, few, all_a_little, new = bits
+    nothing, few, all_a_little, new, any_bits = bits
     assert nothing < 0.1
     assert few < 1
     assert all_a_little < 6
-    assert 8 < new < 16.1
+    assert 8 < new <= any_bits
+    assert any_bits == 16 + 32 / (128 * 256)  # ranks agree by a number of 4 bytes
+
+
+@on_ranks(2)
+def test_bytes_of_packed_exponents(rank: int, world_size: int) -> None:
+    """As planned if the exponents of all ranks fit, otherwise those of FSDP."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(nn.Linear(256, 256, bias=False), mp_policy=mixed)
+    wrap(model, gathering(*PACKED), ops="cpu")
+    compressor = tagc.compressor(model)
+    plan = compressor.plan()
+    planned, uncompressed = plan.sent["parameters"]
+    assert 12.25 <= 8 * planned / (128 * 256) < 12.3
+    assert f"parameters: expected {format_bytes(planned)} per step; at most" in str(plan)
+    for at, sent in (None, planned), (1, uncompressed), (None, planned):
+        before = compressor.parameter_wire_bytes
+        if rank == at:
+            bits = random_bits(torch.Generator().manual_seed(1))
+        else:
+            bits = torch.randn(128, 256)
+        with torch.no_grad():
+            model.weight.to_local().copy_(bits)
+            model(torch.ones(1, 256))
+        model.reshard()
+        assert compressor.parameter_wire_bytes - before == sent + 4
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot hold the parameters of unit"):
+        compressor.before_capture()
+
+
+@on_ranks(2)
+def test_what_packed_exponents_refuse(rank: int, world_size: int) -> None:
+    float16 = made(torch.float16)
+    with pytest.raises(ValueError, match="float16, whose exponents leave nothing to pack"):
+        wrap(float16, gathering(*PACKED))
+    kept = gathering(*PACKED)
+    kept["parameters"].insert(0, gathering(KEPT, "*.0.weight")["parameters"][0])
+    with pytest.raises(ValueError, match="set 'keep_for_backward: false' or 'keep_copy: true'"):
+        wrap(made(torch.bfloat16), kept)
+
+
+def random_bits(generator: torch.Generator) -> Tensor:
+    patterns = torch.randint(-(1 << 15), 1 << 15, (128, 256), generator=generator)
+    return patterns.to(torch.int16).view(torch.bfloat16).float()
