@@ -48,6 +48,7 @@ class Recipe:
         evaluations: in a run, evenly spaced; those that count come in addition.
         half: FSDP2 computes in bfloat16 and gathers parameters in it; gradients are reduced in
             float32. On a CPU products are computed in float32 and rounded.
+        half_reduced: with ``half``, gradients are reduced in bfloat16.
         kept: tagc keeps the optimizer's rates and the limit at what they mean for dense gradients
             (:meth:`tagc.Compressor.keep_rates`).
     """
@@ -60,6 +61,7 @@ class Recipe:
     averaged: int = 1
     evaluations: int = 10
     half: bool = False
+    half_reduced: bool = False
     kept: bool = False
 
     def last_evaluations(self, steps: int) -> list[int]:
@@ -169,8 +171,16 @@ _LLAMA = (
     "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
     "stateless",
 )  # fmt: skip
-_BF16 = ("1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead")
 _LARGER = {"width": 128, "layers": 4, "heads": 4}
+_HALF = {"half": True, "windows": 1024, "evaluations": 3}
+_BF16: dict[str, Any] = {
+    "shape": _LARGER | {"batch": 4},
+    "steps": 300,
+    "rate": 4.5e-3,
+    "lines": (
+        "1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead",
+    ),
+}  # fmt: skip
 _LARGE = {"width": 544, "layers": 6, "heads": 17, "ranks": 2, "batch": 4}
 # Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
 _WHOLE: dict[str, Any] = {"batch": 32, "steps": 2000}
@@ -196,8 +206,8 @@ _ALL = (
     _setting("beta2 0.999", recipe={"beta2": 0.999}),
     _setting("no clipping", recipe={"clip": None}),
     # Shipped policies leave the matrices of a smaller model uncompressed.
-    _setting("bf16", shape=_LARGER | {"batch": 4}, steps=300, rate=4.5e-3, lines=_BF16,
-             recipe={"half": True, "windows": 1024, "evaluations": 3}),
+    _setting("bf16", recipe=_HALF, **_BF16),
+    _setting("bf16, also reduced in it", recipe=_HALF | {"half_reduced": True}, **_BF16),
     _setting("llama", shape={"family": "llama", "width": 192, "heads": 6, "batch": 4},
              recipe={"windows": 1024}, steps=300, rate=3e-3, lines=_LLAMA),
     _sites("2 sites", 2),

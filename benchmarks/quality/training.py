@@ -152,7 +152,8 @@ def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
         return model
     how: dict[str, Any] = {}
     if run.recipe.half:
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        reduced = torch.bfloat16 if run.recipe.half_reduced else torch.float32
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduced)
         if device == _CPU:
             for module in model.modules():
                 if isinstance(module, nn.Linear):
