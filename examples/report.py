@@ -9,18 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 BYTES_NOTE = """\
-Bytes are what one rank sends in a step after the warm-up, gradients and parameters. For plain FSDP2
-they are those of ideal fp32 collectives (gloo's own reduce-scatter sends twice as many). For the
-others they are counted from what was handed to the collectives; parameters without a rule are
-gathered in fp32. Ratios are to plain FSDP2.
+Bytes are what one rank sends in a step after the warm-up: gradients and parameters, in bf16 without
+a rule. For plain FSDP2 they are those of ideal collectives (gloo's reduce-scatter sends twice as
+many); for the others they are counted from what was handed to the collectives. Ratios are to plain
+FSDP2.
 """
 PREDICTED_NOTE = """\
 A step's time here is the median. On a link it is predicted: the time here, plus the time that the
-bytes take on the link. The row for bf16 was not run: it has the time of plain FSDP2 and half of its
-bytes.
+bytes take on the link.
 """
 MEASURED_NOTE = """\
-A step's time is the median, measured on the link. For FSDP2 in bf16, see docs/benchmarks.md.
+A step's time is the median, measured on the link.
 """
 # Bits per second.
 LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
@@ -100,10 +99,7 @@ def table(runs: Sequence[Run], link: str | None) -> str:
     times = [f"step, {link}"] if link else ["step here", *(f"on {name}" for name in LINKS)]
     cells = [["run", "val. loss", "gap", "sent/step", "ratio", *times]]
     for run in runs:
-        cells.append(_row(run, plain, 1, link))
-        if run is plain and not link:
-            cells.append(["the same, bf16", "", "", *_row(run, plain, 1 / 2, link)[3:]])
-            cells[-1][5] = ""
+        cells.append(_row(run, plain, link))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -150,9 +146,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _row(run: Run, plain: Run | None, share: float, link: str | None) -> list[str]:
-    """A row of the table, if `run` sent a `share` of its bytes in the same time."""
-    sent, seconds = share * run.bytes_per_step, run.step_seconds
+def _row(run: Run, plain: Run | None, link: str | None) -> list[str]:
+    sent, seconds = run.bytes_per_step, run.step_seconds
     # On the CPU nothing overlaps; the loopback's own share of the time is small.
     times = (
         [seconds] if link else [seconds, *(seconds + 8 * sent / bits for bits in LINKS.values())]

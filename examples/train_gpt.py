@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --policies hybrid,attn-only
     python examples/train_gpt.py --ranks 2        # it starts torchrun itself
 
-It ends with a comparison of loss, bytes and time, which it also writes to --out.
+FSDP2 gathers parameters and reduces gradients in bf16; the optimizer has fp32. It ends with a
+comparison of loss, bytes and time, which it also writes to --out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from report import Run, write_report
 from text import Corpus, load_corpus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
 import tagc
@@ -71,9 +72,10 @@ def train_one_run(
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig()).to(place.device)
     mesh = init_device_mesh(place.device.type, (place.ranks,))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh, mp_policy=half)
 
     # The one line that compresses; nothing below depends on it.
     if policy is not None:
@@ -159,7 +161,7 @@ def evaluate(model: GPT, corpus: Corpus, place: ParamLocation) -> float:
 class Traffic:
     """Bytes that this rank sends to others in each training step; validation is not counted.
 
-    For plain FSDP2 they are the bytes of ideal fp32 collectives: (W−1)/W of each unit's buffer.
+    For plain FSDP2 they are the bytes of ideal bf16 collectives: (W−1)/W of each unit's buffer.
     FSDP2 splits every parameter along dimension 0 into W chunks and pads all to the first one's
     size. It gathers the blocks twice, because it frees their parameters after the forward.
     """
@@ -171,7 +173,7 @@ class Traffic:
         self.dense_gradients = self.dense_parameters = 0
         for name, p in model.named_parameters():
             shard = math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:])
-            sent = (ranks - 1) * shard * 4
+            sent = (ranks - 1) * shard * torch.bfloat16.itemsize
             self.dense_gradients += sent
             self.dense_parameters += sent * (2 if ".h." in name else 1)
 
