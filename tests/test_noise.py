@@ -104,9 +104,9 @@ def test_a_step_sees_the_factor_and_leaves_the_rate(rank: int, world_size: int) 
     small = numels["head.weight"]  # 11 elements, dense
     factor = 3 ** (1 - small / sum(numels.values()))
     assert kept.factors == pytest.approx([factor, 1.0])
-    matrices, vectors = run.optimizer.seen[-1]
-    assert matrices == pytest.approx((0.01 * factor, 0.1 / factor))
-    assert vectors == (0.01, 0.0)
+    matrices, dense, vectors = run.optimizer.seen[-1]
+    assert matrices == pytest.approx((0.03, 0.1 / 3))
+    assert (dense, vectors) == ((0.01, 0.1), (0.01, 0.0))
     assert [(g["lr"], g["weight_decay"]) for g in run.optimizer.param_groups] == [
         (0.01, 0.1),
         (0.01, 0.0),
@@ -357,6 +357,35 @@ def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
     kept.remove()
     optimizer.step()
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+class Writing(torch.optim.SGD):
+    """Adam by name, with a count in each group."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+def test_each_parameter_has_its_own_factor() -> None:
+    """Those that are alike in a group of the step, which others do not see afterwards."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(5)]
+    factors = dict(zip(map(id, params), (1.0, 4.0, 1.01, 3.9), strict=False))
+    optimizer = Writing([{"params": params[:4]}, {"params": params[4:], "lr": 0.5}], lr=1.0)
+    held, groups = optimizer.param_groups, list(optimizer.param_groups)
+    noise = Fixed(1.0)
+    noise.by_parameter = lambda: factors  # pyright: ignore
+    kept = LearningRateScaling(optimizer, noise, second_moment=True)
+    for p in params:
+        p.grad = -torch.ones(1)
+    optimizer.step()
+    mean = math.sqrt(4 * 3.9)
+    assert [p.item() for p in params] == pytest.approx([1, mean, 1.01, mean, 0.5])
+    assert kept.factors == pytest.approx([(4 * 1.01 * 3.9) ** 0.25, 1.0])
+    assert optimizer.param_groups is held
+    assert all(mine is theirs for mine, theirs in zip(held, groups, strict=True))
+    assert [(g["lr"], g["count"], len(g["params"])) for g in groups] == [(1.0, 1, 4), (0.5, 1, 1)]
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:

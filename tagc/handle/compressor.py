@@ -293,14 +293,12 @@ class Compressor(Handle):
         An optimizer that divides by the root mean square of a gradient, such as Adam, takes smaller
         steps if gradients are noisier. From now on tagc measures the factor for each segment, on a
         sample of its elements. Ranks exchange a few numbers now and then. For each step of the
-        optimizer, tagc multiplies the rates of its parameter groups by that factor and divides
-        AdamW's decay by it; afterwards it restores both. Schedules are not affected. Optimizers
+        optimizer, tagc cuts its parameter groups into parts of about the same factor, multiplies
+        their rates by it and divides AdamW's decay by it; afterwards it restores the groups.
+        Parameters that stay uncompressed keep their rate. Schedules are not affected. Optimizers
         without a second moment (SGD, Muon, Lion) are left alone; tagc warns if Muon or Lion gets
         gradients in 1 bit or less. Call it on all ranks, after ``tagc.wrap`` and before you load a
         state, which then includes the factors.
-
-        A parameter group has one factor, the mean over its parameters. So put parameters that stay
-        dense (norms, biases) into their own group, as is usual for parameters without decay.
 
         Args:
             second_moment: whether the optimizer divides by a second moment. If None, tagc decides
@@ -308,8 +306,8 @@ class Compressor(Handle):
                 not "Muon".
 
         Returns:
-            An object with the ``factors`` of the last step, and with ``remove()``, which leaves the
-            optimizer alone again.
+            An object with the ``factors`` of the last step, a mean for each parameter group, and
+            with ``remove()``, which leaves the optimizer alone again.
 
         Raises:
             ValueError: if tagc cannot tell whether the optimizer has a second moment, or if its

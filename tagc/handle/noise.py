@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -133,8 +133,11 @@ def _mean(factors: Sequence[float], weights: Sequence[int]) -> float:
 class LearningRateScaling:
     """The changes of :meth:`tagc.Compressor.keep_rates` to an optimizer, until they are removed.
 
+    In a step, the optimizer has other parameter groups than outside: each is cut into parts whose
+    parameters have about the same factor.
+
     Attributes:
-        factors: the factor of each parameter group in the last step.
+        factors: the mean factor of each parameter group in the last step.
     """
 
     def __init__(
@@ -151,15 +154,17 @@ class LearningRateScaling:
                     "relative_step=False)"
                 )
         _warn_of_few_bits(optimizer, noise)
-        # Parameter group, key, the value before the step, and the one during it.
-        self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
+        # The user's groups, during a step; and the user's group of each part, the part, and its
+        # values before the step.
+        self._groups: list[dict[str, Any]] = []
+        self._parts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
         restore = untraced(self._restore)
         self._hooks = (
             optimizer.register_step_pre_hook(untraced(self._before)),
             optimizer.register_step_post_hook(lambda *_: restore()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._restore_untouched()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
         )
         self._step = self._restoring(optimizer.step, restore)
         self._step_before = vars(optimizer).get("step")
@@ -170,7 +175,7 @@ class LearningRateScaling:
         return self._optimizer is optimizer and not self._removed
 
     def remove(self) -> None:
-        self._restore_untouched()
+        self._restore()
         self._removed = True
         for hook in self._hooks:
             hook.remove()
@@ -196,36 +201,51 @@ class LearningRateScaling:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # In case the last step raised and was not called through `restoring`.
-        self._restore_untouched()
+        self._restore()
         # Even if nothing is divided: other ranks may step another optimizer first.
         self._noise.agree()
         if not self._divides:
             return
         factors = self._noise.by_parameter()
-        self.factors = []
-        for group in optimizer.param_groups:
-            # Sizes of whole parameters, so ranks with shards of different sizes agree.
-            numels = [p.numel() for p in group["params"]]
-            factor = _mean([factors.get(id(p), 1.0) for p in group["params"]], numels)
-            self.factors.append(factor)
-            self._change(group, "lr", group["lr"] * factor)
-            if _decays_apart(optimizer, group):
-                # Weights decay by rate times weight_decay, and this product must not change.
-                self._change(group, "weight_decay", group["weight_decay"] / factor)
-
-    def _change(self, group: dict[str, Any], key: str, value: Any) -> None:
-        self._changes.append((group, key, group[key], value))
-        group[key] = value
+        self.factors = [_mean_of(group["params"], factors) for group in optimizer.param_groups]
+        self._groups = list(optimizer.param_groups)
+        for group in self._groups:
+            for params in _alike(group["params"], factors):
+                factor = _mean_of(params, factors)
+                part = {**group, "params": params, "lr": group["lr"] * factor}
+                if _decays_apart(optimizer, group):
+                    # Weights decay by rate times weight_decay, and this product must not change.
+                    part["weight_decay"] = group["weight_decay"] / factor
+                self._parts.append((group, part, dict(part)))
+        # In place: others may hold the list.
+        optimizer.param_groups[:] = [part for _, part, _ in self._parts]
 
     def _restore(self) -> None:
-        while self._changes:
-            group, key, given, _ = self._changes.pop()
-            group[key] = given
+        """Restore the user's groups, with what others wrote to their parts in the step."""
+        if not self._parts:
+            return
+        for group, part, before in self._parts:
+            written = {k: v for k, v in part.items() if k not in before or v is not before[k]}
+            group.update(written)
+        groups = self._optimizer.param_groups
+        groups[:] = [*self._groups, *groups[len(self._parts) :]]
+        self._groups, self._parts = [], []
 
-    def _restore_untouched(self) -> None:
-        """Restore all values except those that someone else has written since."""
-        self._changes = [change for change in self._changes if change[0][change[1]] is change[3]]
-        self._restore()
+
+def _alike(
+    params: Sequence[nn.Parameter], factors: Mapping[int, float]
+) -> Iterable[list[nn.Parameter]]:
+    """Parameters whose factors differ by less than a quarter of an octave, or are 1."""
+    found: dict[int | None, list[nn.Parameter]] = {}
+    for p in params:
+        factor = factors.get(id(p), 1.0)
+        found.setdefault(None if factor == 1 else round(4 * math.log2(factor)), []).append(p)
+    return found.values()
+
+
+def _mean_of(params: Sequence[nn.Parameter], factors: Mapping[int, float]) -> float:
+    # Sizes of whole parameters, so ranks with shards of different sizes agree.
+    return _mean([factors.get(id(p), 1.0) for p in params], [p.numel() for p in params])
 
 
 def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
