@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import add
 from pathlib import Path
@@ -77,13 +78,18 @@ def train_one_run(
         fully_shard(block, mesh=mesh, mp_policy=half)
     fully_shard(model, mesh=mesh, mp_policy=half)
 
-    # The one line that compresses; nothing below depends on it.
+    # The one line that compresses.
     if policy is not None:
         model = tagc.wrap(model, policy=policy)
         place.print(f"\n{tagc.compressor(model).plan()}")
 
     name = "plain FSDP2" if policy is None else Path(policy).stem
     optimizer, schedule = make_optimizer(model, args)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    # Rate and limit of the uncompressed run; without it, some policies need others.
+    if policy is not None:
+        tagc.compressor(model).keep_rates(optimizer)
+        clip = tagc.compressor(model).clip_grad_norm_
     length = model.config.context
     train_losses = torch.zeros(args.steps, device=place.device)
     validation_losses: dict[int, float] = {}
@@ -98,7 +104,7 @@ def train_one_run(
         start = time.perf_counter()
         loss = model(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
