@@ -57,7 +57,7 @@ SITUATIONS = {
     "with a policy for sites": "--world 8 --policy sites",
     "with a policy that is not for sites": "--world 8",
     "with a policy without codec auto": "--world 8",
-    "with a policy without codec exact": "--world 8",
+    "with a policy without exact changes": "--world 8",
     "with one data-parallel rank": "--mesh tp=2 --tokens 64 --policy auto",
     "with one data-parallel rank and without --json": "--mesh tp=2 --tokens 64",
     "with --sites": "--sites 4",

@@ -204,6 +204,8 @@ class State:
                 )
         tensors = state.tensors
         for name, tensor in tensors.items():
+            if name in units and name.endswith(".copy"):
+                continue  # what parameters hold, such as the infinities of a frozen mask
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{source.where}: {name} of rank {rank} is not finite")
         for name, unit in self._parts_of_state():

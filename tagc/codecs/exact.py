@@ -138,7 +138,7 @@ class PackedExponents(ExactPlan):
 
     @property
     def name(self) -> str:
-        return "exact, without a copy"
+        return "exact packed"
 
     @property
     def measured_words(self) -> int:
@@ -190,10 +190,14 @@ def plan_exact(config: ExactConfig, request: PlanRequest) -> ExactPlan:
         )
     if request.dtype not in MANTISSA:
         dtype = str(request.dtype).removeprefix("torch.")
+        why = f"the parameters are gathered in {dtype}, whose changes do not compress"
+        other = ", or use codec 'quantized' or 'delta'"
+        if request.dtype == torch.uint8:
+            why = "its unit has parameters of several dtypes, which FSDP gathers as bytes"
+            other = ", or leave them out"
         raise ValueError(
-            f"the parameters are gathered in {dtype}, whose changes do not compress: gather them "
-            "in bfloat16, with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
-            "torch.bfloat16)), or use codec 'quantized' or 'delta'"
+            f"{why}: gather them in bfloat16, with fully_shard(..., mp_policy="
+            f"MixedPrecisionPolicy(param_dtype=torch.bfloat16)){other}"
         )
     layout = ExactLayout(spans=tuple(request.spans), dtype=request.dtype)
     return ExactChanges(layout=layout, capacity=_expected_words(layout, _EXPECTED_BITS))

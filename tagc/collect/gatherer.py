@@ -373,8 +373,11 @@ class MessageGatherer(UnitGatherer):
             self._kept = keeps and phase is Phase.FORWARD
 
     def _fitting(self, inp: Tensor) -> Program:
-        """The program for messages whose sizes vary: all ranks choose by the largest one."""
+        """The program for messages whose sizes vary: all ranks choose by the largest one, unless
+        even the shortest are not shorter than the parameters."""
         self._refuse_capture()
+        if not self._programs.saves:
+            return self._programs.uncompressed
         fitted = self._programs.fitted(self._largest(self._measured(inp)).tolist())
         return fitted.message if fitted.saves else fitted.uncompressed
 

@@ -48,7 +48,7 @@ EXPLAIN = _SHARED | {
     ),
     "with a policy that is not for sites": ("sites",),
     "with a policy without codec auto": ("bandwidth", "latency"),
-    "with a policy without codec exact": ("learning_rate",),
+    "with a policy without exact changes": ("learning_rate",),
     "with one data-parallel rank": (
         *("replicas", "ranks_per_host", "dtype", "bandwidth", "latency", "micro_batches"),
         "learning_rate",
@@ -90,7 +90,7 @@ def explain(args: argparse.Namespace) -> int:
         "with a policy for sites": policy.sites is not None,
         "with a policy that is not for sites": policy.sites is None,
         "with a policy without codec auto": not is_automatic(policy),
-        "with a policy without codec exact": not any(
+        "with a policy without exact changes": not any(
             isinstance(rule.codec, ExactConfig) and rule.codec.keep_copy
             for rule in policy.parameters
         ),

@@ -154,23 +154,25 @@ class _Sample:
         info = UnitInfo(name="sample", params=(param,), world_size=_RANKS, dtype=dtype)
         resized = codec.resized(numel)
         segment = Segment(start=0, stop=numel, params=(param,), rule=None, codec=resized)
-        direction = "parameters" if codec.of_changes else "gradients"
+        gathered = codec.of_changes or codec.exact  # only parameters are
+        direction = "parameters" if gathered else "gradients"
         unit = UnitPlan(direction=direction, info=info, segments=(segment,))
         self._store, self._ops = Store(device, Workspace(device)), ops
         self._lockstep = Lockstep(direction, info.label, device)
         generator = torch.Generator(device=device).manual_seed(0)
-        shape = (1 if codec.of_changes else _RANKS, numel)
+        shape = (1 if gathered else _RANKS, numel)
         wide = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        rows = _RANKS if codec.of_changes else 1
+        rows = _RANKS if gathered else 1
         out = torch.empty(rows, numel, dtype=dtype, device=device)
         self._late = {"inp": wide.to(dtype), "out": out}
         self._copy: Tensor | None = None
         encode: list[Step] = []
-        if codec.of_changes:
+        if gathered:
             gathers = Gathers(unit)
-            program = gathers.changes
+            program = gathers.changes if codec.of_changes else gathers.message
             if gathers.sizes is not None:
                 encode += gathers.sizes.steps
+            if gathers.sizes is not None and codec.of_changes:
                 self._store.declare(gathers.copy)
                 # Half of the parameters have moved by a few units in the last place.
                 moved = torch.randint(0, 8, shape, generator=generator, device=device)

@@ -12,7 +12,7 @@ from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import plan_feedback
-from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
+from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig, QuantizedPlan
 from tagc.plan.checks import (
     COMPRESSIBLE,
     check_dtype,
@@ -180,6 +180,8 @@ def _plan_unit(
                 )
             )
             start = stop
+        if any(segment.codec.measured_words for segment in segments):
+            segments = [_not_kept(segment, rules) for segment in segments]
         plan = UnitPlan(info=unit, segments=tuple(segments), direction=direction)
         return plan_inside(in_fewest_bytes(plan), policy.inside)
 
@@ -194,6 +196,15 @@ def _plan_unit(
         check_dtype(option)
         check_kept(option)
     return [*options.items()]
+
+
+def _not_kept(segment: Segment, rules: Sequence[Rule | ParameterRule]) -> Segment:
+    """A segment for which `auto` keeps no messages, beside others whose sizes vary."""
+    codec = segment.codec
+    chosen = segment.rule is not None and isinstance(rules[segment.rule].codec, AutoConfig)
+    if not (chosen and isinstance(codec, QuantizedPlan)):
+        return segment
+    return replace(segment, codec=replace(codec, keep_for_backward=False))
 
 
 def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int) -> CodecConfig:

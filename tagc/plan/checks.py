@@ -58,6 +58,7 @@ def notes_on(
     yield from _about_shots(gradients)
     yield from _about_shots(replicas)
     yield from _left_out(parameters, policy)
+    yield from _kept_anyway(parameters)
     if policy.parameters and any(unit.replicated for unit in infos[0]):
         yield (
             "the policy's rules for parameters have nothing to do: with DDP each rank has all "
@@ -186,6 +187,24 @@ def _left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
         yield (
             f"parameters {names}: gathered as they are, whatever their rule says, since they are "
             f"frozen and hold {what}, which few bits would change"
+        )
+
+
+def _kept_anyway(units: Sequence[UnitPlan]) -> Iterator[str]:
+    """Parameters that are in a copy although their rule asks for none."""
+    names = [
+        param.name
+        for unit in units
+        if unit.keeps_copy
+        for segment in unit.segments
+        if segment.codec.measured_words and not segment.codec.of_changes
+        for param in segment.params
+    ]
+    if names:
+        yield (
+            f"parameters {as_list(names)}: 'keep_copy: false' saves no memory here, since a unit "
+            "that keeps a copy of any of its parameters keeps one of all; with 'keep_copy: true' "
+            "they take fewer bits"
         )
 
 

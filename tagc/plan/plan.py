@@ -60,12 +60,12 @@ class Plan:
         AdamW. Nothing else depends on it.
 
         Raises:
-            ValueError: if nothing is sent by codec ``exact``, or the rate is not above zero.
+            ValueError: if codec ``exact`` sends no changes, or the rate is not above zero.
         """
         if not self.exact:
             raise ValueError(
                 f"the plan of policy {self.policy.name!r} does not depend on the learning rate: "
-                "nothing is sent by codec 'exact'"
+                "no parameter is sent as changes by codec 'exact'"
             )
         if not rate > 0:
             raise ValueError(f"a learning rate must be above zero, not {rate}")

@@ -44,11 +44,12 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
         if not unit.compressed:
             yield gathers.uncompressed, times
         elif unit.keeps_copy:
-            yield gathers.whole, 0
+            saves = gathers.sizes is None or gathers.saves
+            yield gathers.whole, int(not saves)
             if gathers.sizes is not None:
                 yield gathers.sizes, 1
                 yield gathers.largest.changes, 0
-            yield gathers.changes, 1
+            yield gathers.changes, int(saves)
             yield gathers.read, times - 1
         elif unit.reuses_forward_message:
             yield gathers.message, 0
@@ -57,7 +58,8 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
         elif gathers.sizes is not None:
             yield gathers.sizes, times
             yield gathers.largest.message, 0
-            yield gathers.message, times
+            yield gathers.message, times if gathers.saves else 0
+            yield gathers.uncompressed, 0 if gathers.saves else times
         else:
             yield gathers.message, times
         return

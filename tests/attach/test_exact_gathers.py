@@ -135,6 +135,8 @@ def test_a_run_has_native_bits(
         wrap(model, policy, hosts=hosts, ops="cpu")
         same(life(model, rank, tagc.compressor(model)), native)
     assert tagc.compressor(model).metrics().parameter_error == 0  # of the last step's changes, too
+    about = str(tagc.compressor(model).plan())
+    assert ("'keep_copy: false' saves no memory here" in about) == bool(changes)
 
 
 @on_ranks(4)
@@ -269,26 +271,32 @@ def test_bytes_follow_the_changes(rank: int, world_size: int) -> None:
     assert any_bits == 16 + 32 / (128 * 256)  # ranks agree by a number of 4 bytes
 
 
-@on_ranks(2)
-def test_bytes_of_packed_exponents(rank: int, world_size: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, None), (4, 2)])
+def test_bytes_of_packed_exponents(rank: int, world_size: int, hosts: Any) -> None:
     """As planned if the exponents of all ranks fit, otherwise those of FSDP."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: Any = fully_shard(nn.Linear(256, 256, bias=False), mp_policy=mixed)
-    wrap(model, gathering(*PACKED), ops="cpu")
+    wrap(model, gathering(*PACKED), ops="cpu", hosts=hosts)
     compressor = tagc.compressor(model)
-    plan = compressor.plan()
+    plan, shard = compressor.plan(), model.weight.to_local().detach()
     planned, uncompressed = plan.sent["parameters"]
-    assert 12.25 <= 8 * planned / (128 * 256) < 12.3
-    assert f"parameters: expected {format_bytes(planned)} per step; at most" in str(plan)
+    assert 12.25 <= 8 * planned / shard.numel() < 12.4  # to one rank, in both cases
+    most = format_bytes(uncompressed)
+    assert f"parameters: expected {format_bytes(planned)} per step; at most {most}" in str(plan)
     for at, sent in (None, planned), (1, uncompressed), (None, planned):
         before = compressor.parameter_wire_bytes
-        if rank == at:
-            bits = random_bits(torch.Generator().manual_seed(1))
-        else:
-            bits = torch.randn(128, 256)
         with torch.no_grad():
-            model.weight.to_local().copy_(bits)
+            if rank == at:
+                shard.copy_(random_bits(torch.Generator().manual_seed(1))[: len(shard)])
+            else:
+                shard.normal_()
             model(torch.ones(1, 256))
+        gathered = model.weight.detach().view(torch.uint8)
+        rows = shard.bfloat16().view(torch.uint8)
+        native = [torch.empty_like(rows) for _ in range(world_size)]
+        torch.distributed.all_gather(native, rows)
+        assert torch.equal(gathered, torch.cat(native))
         model.reshard()
         assert compressor.parameter_wire_bytes - before == sent + 4
     with pytest.raises(RuntimeError, match="a CUDA graph cannot hold the parameters of unit"):
@@ -296,10 +304,27 @@ def test_bytes_of_packed_exponents(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_are_too_few_to_pack(rank: int, world_size: int) -> None:
+    """They take the bytes that FSDP sends, and ranks need not agree."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(nn.Linear(4, 4), mp_policy=mixed)
+    wrap(model, gathering(*PACKED), ops="cpu")
+    model(torch.ones(1, 4))
+    compressor = tagc.compressor(model)
+    metrics, (planned, uncompressed) = compressor.metrics(), compressor.plan().sent["parameters"]
+    sent = metrics.parameter_wire_bytes
+    assert 0 < sent == metrics.parameter_dense_bytes == planned == uncompressed
+
+
+@on_ranks(2)
 def test_what_packed_exponents_refuse(rank: int, world_size: int) -> None:
     float16 = made(torch.float16)
     with pytest.raises(ValueError, match="float16, whose exponents leave nothing to pack"):
         wrap(float16, gathering(*PACKED))
+    several = net()
+    several.norm.bfloat16()
+    with pytest.raises(ValueError, match="has parameters of several dtypes, which FSDP gathers"):
+        wrap(fully_shard(several), gathering(*PACKED))
     kept = gathering(*PACKED)
     kept["parameters"].insert(0, gathering(KEPT, "*.0.weight")["parameters"][0])
     with pytest.raises(ValueError, match="set 'keep_for_backward: false' or 'keep_copy: true'"):

@@ -68,8 +68,10 @@ CASES: tuple[tuple[dict[str, Any], torch.dtype], ...] = (
     (KEPT, BF16),
     ({"kind": "delta", "bits": 4, "block": 32}, BF16),
     ({"kind": "dense", "wire": "bfloat16"}, F32),
+    ({"kind": "exact"}, BF16),
+    ({"kind": "exact", "keep_copy": False}, BF16),
 )
-LEFT = {"quantized": {*MASKS}, "dense": {"lowest", "mixed"}, "delta": set()}
+LEFT = {"quantized": {*MASKS}, "dense": {"lowest", "mixed"}, "delta": set(), "exact": set()}
 
 
 @on_ranks(2)
@@ -78,7 +80,10 @@ def test_masks_and_constants_arrive_as_they_are(rank: int, world_size: int) -> N
         exact = {name: p.detach().to(dtype) for name, p in Masked(dtype).named_parameters()}
         model = wrapped(codec, dtype)
         optimizer = torch.optim.SGD([model.trained], lr=0.1)
-        for _ in range(2):
+        compressor = tagc.compressor(model)
+        for resumed in (False, True):
+            if resumed:
+                compressor.load_state_dict(compressor.state_dict())
             seen = step(model, optimizer)
             for name in MASKS:
                 if codec["kind"] == "dense" and name in ("binary", "constant"):
@@ -86,8 +91,7 @@ def test_masks_and_constants_arrive_as_they_are(rank: int, world_size: int) -> N
                 assert torch.equal(seen[name], exact[name]), (codec, name, seen[name])
             assert bool(seen["trained"].isfinite().all())
             off = (seen["weights"] - exact["weights"]).abs().max().item()
-            assert off == 0 if codec["kind"] == "delta" else 0 < off < 0.4
-        compressor = tagc.compressor(model)
+            assert off == 0 if codec["kind"] in ("delta", "exact") else 0 < off < 0.4
         plan = compressor.plan()
         by_name = {row.param: row.codec for row in plan.rows if row.direction == "parameters"}
         left = {name for name, used in by_name.items() if used == "dense"}

@@ -297,18 +297,25 @@ WRAPPED = [name for name in tagc.policies() if tagc.Policy.load(name).sites is N
 def test_every_codec_of_the_shipped_policies_has_a_speed(
     parameters: bool, dtype: torch.dtype
 ) -> None:
-    """Whatever a plan holds is among what is measured for it."""
+    """Whatever a plan holds is among what is measured for it; also exact parameters without a
+    copy."""
+    packed = {
+        "schema": 1,
+        "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
+        "parameters": [{"when": {}, "codec": {"kind": "exact", "keep_copy": False}}],
+    }
+    policies = [*map(tagc.Policy.load, WRAPPED), tagc.Policy.load(packed)]
     timed: dict[str, Speed] = {}
     with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}):
-        for name in WRAPPED:
-            codecs = auto.codecs_of(tagc.Policy.load(name), dtype, 2, parameters=parameters)
+        for policy in policies:
+            codecs = auto.codecs_of(policy, dtype, 2, parameters=parameters)
             new = [c for c in codecs if speed_key(c) not in timed]
             ops, device = get_ops("cpu", "reference"), torch.device("cpu")
             timed |= measure_speeds(new, ops, device, dtype, repeats=1)
     assert all(found.encode > 0 and found.decode > 0 for found in timed.values())
     link, shapes = Link(bandwidth=1e3), {p.name: p.shape for p in synthetic(1_000_000).params}
-    for name in WRAPPED:
-        plan = tagc.explain(shapes, name, world_size=2, link=link, parameter_dtype=torch.bfloat16)
+    for policy in policies:
+        plan = tagc.explain(shapes, policy, world_size=2, link=link, parameter_dtype=torch.bfloat16)
         for unit in plan.all_units:
             if unit.compressed and (unit.direction == "parameters") == parameters:
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
