@@ -29,6 +29,8 @@ from tagc.policy import Policy
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
+from ..quality.settings import Shape
+from ..quality.training import held_out_loss
 from ..records import Record, add_output, append, count, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
@@ -340,15 +342,8 @@ class Trainer:
         """Held-out loss of the whole model, in nats per token, with exact activations."""
         net = Net(self._job.size)
         net.load_state_dict(self.weights())
-        tokens, targets = self._corpus.held_out(
-            _WINDOWS, self._job.size.context, rank=dist.get_rank(), ranks=dist.get_world_size()
-        )
-        total = torch.zeros(2, dtype=torch.float64)
-        with torch.no_grad():
-            for x, y in zip(tokens.split(256), targets.split(256), strict=True):
-                total += torch.tensor([_loss(net(x), y).double() * len(x), len(x)])
-        dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        shape = Shape(context=self._job.size.context, vocabulary=self._job.size.vocab)
+        return held_out_loss(lambda x, y: _loss(net(x), y), self._corpus, _WINDOWS, shape)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """``kernels``: operators of the codecs beside a reference and a plain copy.
 
-Everything on one input, in one run, in turns: ours (numba on a CPU, Triton on CUDA), the eager
-reference, and a clone of the gradient. The yardstick is a copy that moves as many bytes as the
-operator must.
+Everything on one input, in one run, in turns: ours (numba on a CPU, Triton on CUDA) and the eager
+reference. The yardstick is a copy that moves as many bytes as the operator must.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The cases to measure, one operator on one input each, beside the eager reference and a clone of
-the input. An operator is right if it has the reference's bits.
+"""The cases to measure, one operator on one input each, beside the eager reference. An operator is
+right if it has the reference's bits.
 """
 
 from __future__ import annotations
@@ -148,40 +148,31 @@ class Work:
         tensors: what a run reads and changes; every contender has copies of its own.
         results: the indices of those that it writes.
         floor: bytes that any implementation must read or write.
-        row: the input, for a clone.
-        facts: further entries for the result.
     """
 
     run: Callable[[Ops, Sequence[Tensor]], object]
     tensors: Sequence[Tensor]
     results: Sequence[int]
     floor: int
-    row: Tensor
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One way to do a case's work: what the clock measures, what restores its inputs outside the
-    clock, what a run writes, and which implementation it is."""
+    clock, and what a run writes."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
     results: Sequence[Tensor] = ()
-    note: str = ""
 
 
 def contenders(work: Work, device: torch.device) -> dict[str, Contender]:
-    """All that do the work of a case, on one input; the reference is first."""
-    name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
-    return {
-        "reference": _contender(work, reference, "eager torch"),
-        "tagc": _contender(work, get_ops(device, name), note),
-        "clone": Contender(run=work.row.clone, note="the input"),
-    }
+    """The reference and ours, on one input."""
+    ours = get_ops(device, "triton" if device.type == "cuda" else "cpu")
+    return {"reference": _contender(work, reference), "tagc": _contender(work, ours)}
 
 
-def _contender(work: Work, ops: Ops, note: str) -> Contender:
+def _contender(work: Work, ops: Ops) -> Contender:
     mine = [tensor.clone() for tensor in work.tensors]
 
     def before() -> None:
@@ -189,7 +180,7 @@ def _contender(work: Work, ops: Ops, note: str) -> Contender:
             tensor.copy_(former)
 
     results = [mine[i] for i in work.results]
-    return Contender(run=partial(work.run, ops, mine), before=before, results=results, note=note)
+    return Contender(run=partial(work.run, ops, mine), before=before, results=results)
 
 
 def problem(case: Case, device: torch.device) -> Work:
@@ -214,7 +205,7 @@ _Read = Callable[[Ops, Sequence[Tensor], Tensor], object]
 
 def _one_end(
     case: Case, grad: Tensor, residual: Tensor, *, parts: Sequence[int], send: _Send, read: _Read,
-    floor: int, ranks: int = RANKS, **facts: Any,
+    floor: int, ranks: int = RANKS,
 ) -> Work:  # fmt: skip
     """The end of a codec that the case measures. ``parts``: int32 words of each part of a message;
     ``floor``: bytes of a message that any codec would need to send the same."""
@@ -226,8 +217,6 @@ def _one_end(
             tensors=(residual, *sent),
             results=range(1 + len(sent)),
             floor=case.numel * (size + 2 * residual.element_size()) + floor,
-            row=grad,
-            facts=facts,
         )
     send(reference, residual, sent)
     out = torch.full_like(grad[0], torch.nan)
@@ -236,8 +225,6 @@ def _one_end(
         tensors=(out, *(part.expand(ranks, -1).contiguous() for part in sent)),
         results=(0,),
         floor=case.numel * size + ranks * floor,
-        row=grad,
-        facts=facts,
     )
 
 
@@ -267,11 +254,8 @@ def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
         index, cells, _ = message
         ops.decode(index, cells[0], step, seed, out, None, stats, layout=layout, divisor=1)
 
-    parts, kept = (layout.index_words, layout.cells, COUNTS), max(1, round(case.density * groups))
-    return _one_end(
-        case, grad, residual, parts=parts, send=send, read=read, floor=groups // 8, ranks=1,
-        cells=layout.cells, kept=kept,
-    )  # fmt: skip
+    parts, floor = (layout.index_words, layout.cells, COUNTS), groups // 8
+    return _one_end(case, grad, residual, parts=parts, send=send, read=read, floor=floor, ranks=1)
 
 
 def _blocks(case: Case, grad: Tensor, residual: Tensor) -> Work:
@@ -302,10 +286,8 @@ def _matrix(case: Case, grad: Tensor, residual: Tensor) -> Work:
     def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
         ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
-    return _one_end(
-        case, grad, residual, parts=(layout.words,), send=send, read=read, floor=4 * layout.words,
-        rows=layout.rows, columns=columns, words=layout.words,
-    )  # fmt: skip
+    words = layout.words
+    return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
 
 
 def _exact(case: Case, device: torch.device) -> Work:
@@ -341,8 +323,6 @@ def _exact(case: Case, device: torch.device) -> Work:
         tensors=(words, message) if encodes else (found[1], old),
         results=(1,),
         floor=4 * case.numel + 4 * total,
-        row=new,
-        facts={"message_bits": round(32 * total / case.numel, 2)},
     )
 
 

@@ -94,23 +94,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
-    if args.comparison == "gpu":
-        on_gpu(args)
-    elif args.comparison == "exact":
-        results = results_of("exact", args.json)
-        on_ranks(exact.measure, exact.SHAPE.ranks, args.steps, results)
-    else:
-        kinds = {
-            "sweep": _sweep,
-            "paired": _paired,
-            "untuned": _untuned,
-            "pretrained": lambda args: partial(listed_runs, runs=pretrained.runs(args)),
-        }
-        how = {"train": pretrained.fine_tune} if args.comparison == "pretrained" else {}
-        try:
-            make(args.comparison, kinds[args.comparison](args), args.json, **how)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on", file=sys.stderr)
+    try:
+        if args.comparison == "gpu":
+            on_gpu(args)
+        elif args.comparison == "exact":
+            results = results_of("exact", args.json)
+            on_ranks(exact.measure, exact.SHAPE.ranks, args.steps, results)
+        elif args.comparison == "pretrained":
+            runs = partial(listed_runs, runs=pretrained.runs(args))
+            make(args.comparison, runs, args.json, pretrained.fine_tune)
+        else:
+            kinds = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}
+            make(args.comparison, kinds[args.comparison](args), args.json)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
     return results_of(args.comparison, args.json).records
 
 

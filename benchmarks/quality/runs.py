@@ -11,7 +11,7 @@ import argparse
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..one_device import Memory, through_memory
 from ..records import Record, Results, append, machine
 from .methods import DENSE, GRID, Method, method_of
 from .report import difference
-from .settings import GPT2, GPT2_RECIPE, Run, Setting, Shape
+from .settings import GPT2, GPT2_RECIPE, Recipe, Run, Setting, Shape
 from .training import train
 
 Losses = Callable[[Run], float | None]
@@ -109,6 +109,16 @@ def _half(mine: Sequence[Run], dense: Sequence[Run], losses: Losses) -> float:
     made = ({r.seed: losses(r) for r in runs} for runs in (mine, dense))
     interval = difference(*({s: x for s, x in of.items() if x is not None} for of in made))
     return math.inf if interval is None else interval.half
+
+
+def every(methods: Iterable[Method], seeds: int, *, recipe: Recipe, **given: Any) -> list[Run]:
+    """A run of each seed and method; with a policy, tagc keeps the rates."""
+    kept = replace(recipe, kept=True)
+    return [
+        Run(method=method, recipe=recipe if method.policy is None else kept, seed=seed, **given)
+        for seed in range(seeds)
+        for method in methods
+    ]
 
 
 def listed_runs(losses: Losses, *, runs: Sequence[Run]) -> Iterator[Run]:
@@ -206,7 +216,8 @@ _REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=
 
 
 def on_gpu(args: argparse.Namespace) -> None:
-    """Make the runs that are missing, on ranks that share a GPU.
+    """Make the runs that are missing, on ranks that share a GPU: uncompressed and with each policy,
+    all at GPT-2 small's usual rate.
 
     Raises:
         ValueError: without a GPU, or without the file of the text.
@@ -215,50 +226,40 @@ def on_gpu(args: argparse.Namespace) -> None:
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     if args.text and not args.text.is_file():
         raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
-    shape = GPT2 if args.device == "cuda" else _REHEARSAL
+    shape, recipe = GPT2, GPT2_RECIPE
+    if args.device == "cpu":
+        shape, recipe = _REHEARSAL, replace(GPT2_RECIPE, windows=8, evaluations=4)
+    methods = [DENSE, *(Method(name=name, policy=name) for name in args.policies)]
+    given = {"shape": shape, "steps": args.steps, "rate": 6e-4, "recipe": recipe}
     rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
     # A message has a float for each parameter at most.
     memory = Memory(shape.ranks, 4 * rows * shape.width + 2**20, torch.device(args.device))
-    on_ranks(_share, shape.ranks, memory, args, shape, minutes=6)
+    runs = partial(listed_runs, runs=every(methods, args.seeds, **given))
+    make("gpu", runs, args.json, partial(_on_device, memory=memory, args=args))
 
 
-def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
-    """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
-    methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
-    small = {"windows": 8, "evaluations": 4} if shape == _REHEARSAL else {}
-    recipe = replace(GPT2_RECIPE, **small)
-    given: dict[str, Any] = {"shape": shape, "steps": steps, "rate": 6e-4, "seed": seed}
-    return [
-        Run(method=method, recipe=replace(recipe, kept=method.policy is not None), **given)
-        for method in methods
-    ]
-
-
-def _share(rank: int, memory: Memory, args: argparse.Namespace, shape: Shape) -> None:
+def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     corpus = tokens.load(args.text) if args.text else None
-    if corpus and int(corpus.train.max()) >= shape.vocabulary:
-        raise ValueError(f"{args.text} has more tokens than a vocabulary of {shape.vocabulary}")
+    if corpus and int(corpus.train.max()) >= run.shape.vocabulary:
+        raise ValueError(f"{args.text} has more tokens than {run.shape.vocabulary}")
     source = corpus.source if corpus else "the standard library's source files, in words"
-    results = results_of("gpu", args.json)
-    runs = [run for s in range(args.seeds) for run in lines(args.policies, shape, args.steps, s)]
+    # The line before leaves its memory to this one, and to the other ranks.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
+    rank = dist.get_rank()
     with (
         through_memory(memory, rank, device),
         # Ranks that share a GPU check for long, and `make gpu` has checked.
         patch.object(collectives, "check", return_value="not checked"),
     ):
-        for run in listed_runs(losses_of(results), runs=runs):
-            # The line before leaves its memory to this one, and to the other ranks.
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
-            found = machine(device) | {"text": source, "method": run.method.name}
-            found |= train(run, device, corpus, note if rank == 0 else None)
-            if device.type == "cuda":
-                found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-            results.add(run.key, found, write=rank == 0)
+        found = train(run, device, corpus, note if rank == 0 else None)
+    if device.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    return machine(device) | {"text": source} | found
 
 
 def _note(file: Path, run: Run, step: int, loss: float, seconds: float) -> None:
