@@ -102,15 +102,10 @@ def direction(name: str) -> Iterator[None]:
 
 def payload_bytes(kind: str, sent: Tensor, world_size: int) -> int:
     """Bytes that a rank must send to others for a collective whose input is ``sent``."""
-    size, others = sent.numel() * sent.element_size(), world_size - 1
-    return {
-        "receive": 0,
-        "send": size,
-        "all_gather": size * others,
-        "all_reduce": 2 * size * others // world_size,
-        "reduce_scatter": size * others // world_size,
-        "all_to_all": size * others // world_size,
-    }[kind]
+    others = sent.nbytes * (world_size - 1)
+    sizes = {"receive": 0, "send": sent.nbytes, "all_gather": others}
+    sizes["all_reduce"] = 2 * others // world_size
+    return sizes.get(kind, others // world_size)  # a reduce-scatter, or an all-to-all
 
 
 class _TimedWork(dist.Work):
