@@ -126,17 +126,24 @@ def _shares(records: Sequence[Record]) -> str:
 
 def _times(records: Sequence[Record]) -> str:
     bf16 = {(r["layout"], r["link"]): r for r in records if r["method"] == "bf16"}
+    head = [
+        "link",
+        "layout",
+        "activations",
+        "s a step",
+        "bf16's time to it",
+        "MB a step",
+        "to bf16",
+    ]
     rows = []
     for r in records:
         seconds, sent = r["seconds"], r["interface_bytes"]
-        faster = fewer = ""
-        if beside := bf16.get((r["layout"], r["link"])):
-            faster = f"{beside['seconds'] / seconds:.2f}"
-            fewer = f"{sent / beside['interface_bytes']:.3f}"
+        beside = bf16.get((r["layout"], r["link"]))
+        faster = f"{beside['seconds'] / seconds:.2f}" if beside else ""
+        fewer = f"{sent / beside['interface_bytes']:.3f}" if beside else ""
         row = [r["link"], r["layout"], r["method"], f"{seconds:.3f}", faster]
         rows.append([*row, f"{sent / 1e6:.2f}", fewer])
-    head = ["link", "layout", "activations", "s a step", "bf16's time to it", "MB a step"]
-    return markdown([*head, "to bf16"], rows)
+    return markdown(head, rows)
 
 
 _BATCH = 32
@@ -242,7 +249,12 @@ class Trainer:
             ranks = dist.get_process_group_ranks(self.mesh.get_group("ep"))
             self._data: Any = dist.new_group(ranks, use_local_synchronization=True)
         self._shard(blocks)
-        self._pipeline = self._make_pipeline() if "pp" in names else None
+        self._pipeline: Any = None
+        if "pp" in names:
+            module = _InBfloat16(self.net) if job.method in _BF16 else self.net
+            group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
+            stage = PipelineStage(module, self._place("pp"), job.layout["pp"], cpu, group=group)
+            self._pipeline = Schedule1F1B(stage, _MICRO_BATCHES, loss_fn=_loss)
         self.optimizer = torch.optim.AdamW(
             list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
         )
@@ -270,13 +282,6 @@ class Trainer:
         if self._policy is not None:
             tagc.wrap(self.net, self._policy)
 
-    def _make_pipeline(self) -> Any:
-        stage, stages = self._place("pp"), self._job.layout["pp"]
-        module = _InBfloat16(self.net) if self._job.method in _BF16 else self.net
-        group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
-        made = PipelineStage(module, stage, stages, cpu, group=group)
-        return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)
-
     def step(self) -> None:
         """One optimizer step; the rate falls to zero over the job's steps."""
         job = self._job
@@ -288,12 +293,9 @@ class Trainer:
         tokens, targets = (t.chunk(parts)[part] for t in batch)
         if self._pipeline is None:
             _loss(self.net(tokens), targets).backward()
-        elif self._place("pp") == 0:
-            self._pipeline.step(tokens)
-        elif self._place("pp") == job.layout["pp"] - 1:
-            self._pipeline.step(target=targets)
         else:
-            self._pipeline.step()
+            inputs = () if self.net.embed is None else (tokens,)
+            self._pipeline.step(*inputs, target=None if self.net.head is None else targets)
         if "ep" in job.layout:
             self._average_over_experts()
         self.optimizer.step()

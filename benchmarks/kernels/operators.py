@@ -84,11 +84,6 @@ class Case:
         parts.append(rate)
         return "/".join(part for part in parts if part is not None)
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the gradient and of the residual, which is float32 where a case has none."""
-        return getattr(torch, self.gradient), getattr(torch, self.residual or "float32")
-
 
 def select(
     device: str,
@@ -189,11 +184,12 @@ def problem(case: Case, device: torch.device) -> Work:
     if case.rate is not None:
         return _exact(case, device)
     generator = torch.Generator(device).manual_seed(0)
-    shape, (gradient, residual) = (1, case.numel), case.dtypes
-    grad, left = (
-        torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
-        for dtype, scale in ((gradient, 1.0), (residual, 0.5))
-    )
+
+    def normal(dtype: str) -> Tensor:
+        x = torch.randn((1, case.numel), generator=generator, device=device)
+        return x.to(getattr(torch, dtype))
+
+    grad, left = normal(case.gradient), normal(case.residual or "float32").mul_(0.5)
     return _MAKERS[case.op](case, grad, left)
 
 
@@ -258,33 +254,23 @@ def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
     return _one_end(case, grad, residual, parts=parts, send=send, read=read, floor=floor, ranks=1)
 
 
-def _blocks(case: Case, grad: Tensor, residual: Tensor) -> Work:
-    """Blocks of 256."""
-    assert case.bits is not None
-    layout = BlockLayout(numel=case.numel, bits=case.bits)
+def _quantized(case: Case, grad: Tensor, residual: Tensor) -> Work:
+    """In blocks of 256, or a matrix as nearly square as powers of two are, with at most 4096
+    columns. A matrix's scales need a pass over gradient and residual before the one that rounds;
+    the floor has one."""
+    if case.code is None:
+        assert case.bits is not None
+        layout: Any = BlockLayout(numel=case.numel, bits=case.bits)
+    else:
+        columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
+        layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
+    name = case.op.removeprefix("de")
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize(grad, residual, *message, layout=layout, average=0.0)
+        getattr(ops, name)(grad, residual, *message, layout=layout, average=0.0)
 
     def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
-        ops.dequantize(messages[0][None], out[None], layout=layout, divisor=RANKS)
-
-    words = layout.words
-    return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
-
-
-def _matrix(case: Case, grad: Tensor, residual: Tensor) -> Work:
-    """As nearly square as powers of two are, with at most 4096 columns. Its scales need a pass over
-    gradient and residual before the one that rounds; the floor has one."""
-    assert case.code is not None
-    columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
-    layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
-
-    def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize_matrix(grad, residual, *message, layout=layout, average=0.0)
-
-    def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
-        ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
+        getattr(ops, f"de{name}")(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
     words = layout.words
     return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
@@ -326,11 +312,4 @@ def _exact(case: Case, device: torch.device) -> Work:
     )
 
 
-_MAKERS = {
-    "encode": _sketch,
-    "decode": _sketch,
-    "quantize": _blocks,
-    "dequantize": _blocks,
-    "quantize_matrix": _matrix,
-    "dequantize_matrix": _matrix,
-}
+_MAKERS = {op: _sketch if "density" in axes else _quantized for op, axes in OPS.items()}

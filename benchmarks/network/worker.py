@@ -155,12 +155,11 @@ class _Rank:
         }
         answers = self._of_all({"took": took, "kernel": kernel, "tagc": ours})
         turns = [*zip(*(a["took"] for a in answers), strict=True)]
+        computed = [statistics.fmean(seconds - waited for seconds, waited in t) for t in turns]
         return {
             "step_seconds": [max(seconds for seconds, _ in turn) for turn in turns],
             "communication_seconds": [statistics.fmean(w for _, w in turn) for turn in turns],
-            "compute_seconds": statistics.median(
-                statistics.fmean(seconds - waited for seconds, waited in turn) for turn in turns
-            ),
+            "compute_seconds": statistics.median(computed),
             "kernel_bytes": statistics.fmean(a["kernel"] for a in answers),
             "tagc_bytes": {k: statistics.fmean(a["tagc"][k] for a in answers) for k in ours}
             or None,

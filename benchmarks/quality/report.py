@@ -62,11 +62,9 @@ def _sweep_table(records: Sequence[Record]) -> str:
         best: dict[str, list[Record]] = {}
         ends: dict[str, tuple[float, float]] = {}
         for name, of_method in _grouped(mine, lambda r: r["method"]).items():
-            swept = [r for r in of_method if r["run"]["seed"] == 0]
-            finished = [r for r in swept if r["loss"] is not None]
-            if finished:
-                rate = min(finished, key=lambda r: r["loss"])["run"]["rate"]
-                rates = [r["run"]["rate"] for r in swept]
+            rates = {r["run"]["rate"]: r["loss"] for r in of_method if r["run"]["seed"] == 0}
+            if finished := {rate: loss for rate, loss in rates.items() if loss is not None}:
+                rate = min(finished, key=finished.__getitem__)
                 ends[name] = min(rates), max(rates)
                 best[name] = [r for r in of_method if r["run"]["rate"] == rate and r["loss"]]
         dense = _by_seed(best.get(_DENSE, []))
@@ -110,12 +108,12 @@ def _paired_table(records: Sequence[Record]) -> str:
     found = _grouped(records, lambda r: _setting_key(r["run"]))
     rows: list[list[object]] = []
     for key in dict.fromkeys((*settings, *found)):
-        mine = found.get(key, [])
-        swept = [r for r in mine if r["method"] == _DENSE and r["run"]["seed"] == 0 and r["loss"]]
+        dense_runs = [r for r in found.get(key, []) if r["method"] == _DENSE]
+        swept = [r for r in dense_runs if r["run"]["seed"] == 0 and r["loss"]]
         if not swept:
             continue
         run = min(swept, key=lambda r: r["loss"])["run"]
-        mine = [r for r in mine if r["run"]["rate"] == run["rate"]]
+        mine = [r for r in found[key] if r["run"]["rate"] == run["rate"]]
         dense = _by_seed(r for r in mine if r["method"] == _DENSE)
         tokens = run["ranks"] * run["batch"] * run["context"]
         about = [settings.get(key, "other"), f"{tokens:,}", run["steps"], f"{run['rate']:g}"]
@@ -195,7 +193,10 @@ def _pretrained_table(records: Sequence[Record]) -> str:
                 gaps = [score[s] - beside[s] for s in sorted(score.keys() & beside.keys())]
                 row += [f"{statistics.fmean(score.values()):.4f}", "", ""]
                 if gaps and name != _DENSE:
-                    row[-2:] = _apart(gaps), ", ".join(f"{gap:+.4f}" for gap in gaps)
+                    found = _interval(gaps)
+                    half = f" ± {found.half:.4f}" if found.pairs > 1 else ""
+                    row[-2] = found.marked(f"{found.mean:+.4f}{half} ({found.pairs})")
+                    row[-1] = ", ".join(f"{gap:+.4f}" for gap in gaps)
             rows.append(row[:-1])
         about = f"{mine[0]['pairs']} pairs to train on, {mine[0]['run']['windows']} held out"
         parts.append(f"{title}, {about}\n\n" + markdown(head, rows))
@@ -206,12 +207,6 @@ def _scores(records: Sequence[Record]) -> tuple[dict[int, float], dict[int, floa
     """MRR and recall at the end, by seed."""
     mrr = {seed: 1 - loss for seed, loss in _by_seed(records).items()}
     return mrr, {r["run"]["seed"]: r["recall"][1] for r in records}
-
-
-def _apart(gaps: Sequence[float]) -> str:
-    found = _interval(gaps)
-    half = f" ± {found.half:.4f}" if found.pairs > 1 else ""
-    return found.marked(f"{found.mean:+.4f}{half} ({found.pairs})")
 
 
 def _gpu_table(records: Sequence[Record]) -> str:

@@ -83,24 +83,22 @@ def paired_runs(
         within: seeds are added while half of an interval is wider than this, relative to the loss.
     """
     for setting in settings:
-        missing, rate = dense_rate(setting, losses)
+
+        def uncompressed(rate: float, seed: int = 0, setting: Setting = setting) -> Run:
+            return setting.run(setting.dense, rate * setting.unit, seed, kept=False)
+
+        missing, best = sweep(uncompressed, setting.rates, setting.max_rates, losses)
         yield from missing
-        if rate is None:
+        if best is None:
             continue
-        dense = [setting.run(setting.dense, rate, seed, kept=False) for seed in range(seeds[1])]
-        paired = {}
-        for line in lines or setting.lines:
-            method = method_of(line)
-            keeps = kept and method.policy is not None
-            paired[line] = [setting.run(method, rate, s, kept=keeps) for s in range(seeds[1])]
+        dense = [uncompressed(best, seed) for seed in range(seeds[1])]
+        paired = []
+        for method in map(method_of, lines or setting.lines):
+            how = {"rate": best * setting.unit, "kept": kept and method.policy is not None}
+            paired.append([setting.run(method, seed=seed, **how) for seed in range(seeds[1])])
         for seed in range(seeds[1]):
-            runs = [
-                mine[seed]
-                for mine in paired.values()
-                if seed < seeds[0] or _half(mine, dense, losses) > within
-            ]
-            if runs:
-                runs.insert(0, dense[seed])
+            wide = [m for m in paired if seed < seeds[0] or _half(m, dense, losses) > within]
+            runs = [mine[seed] for mine in (dense, *wide)] if wide else []
             yield from (run for run in runs if losses(run) is None)
 
 
@@ -124,16 +122,6 @@ def every(methods: Iterable[Method], seeds: int, *, recipe: Recipe, **given: Any
 def listed_runs(losses: Losses, *, runs: Sequence[Run]) -> Iterator[Run]:
     """Runs that depend on no other."""
     yield from (run for run in runs if losses(run) is None)
-
-
-def dense_rate(setting: Setting, losses: Losses) -> tuple[list[Run], float | None]:
-    """Runs that dense's sweep on the first seed still needs; when it needs none, the best rate."""
-
-    def run(rate: float) -> Run:
-        return setting.run(setting.dense, rate * setting.unit, 0, kept=False)
-
-    missing, best = sweep(run, setting.rates, setting.max_rates, losses)
-    return missing, None if best is None else best * setting.unit
 
 
 def sweep(
