@@ -41,8 +41,6 @@ _KINDS = {
 }
 # Their first argument is what they send, of the others the second.
 _IN_PLACE = ("all_reduce", "send", "receive")
-# ``batch_isend_irecv`` compares its operations with those of this module.
-_ALSO_IN_C10D = ("isend", "irecv")
 
 
 @dataclass
@@ -60,13 +58,11 @@ _direction: str | None = None
 
 def install() -> None:
     """Replace the collectives of ``torch.distributed`` in this process."""
-    for name, kind in _KINDS.items():
-        original = getattr(dist, name, None)
-        if original is not None:
-            counted = _counted(original, kind)
-            setattr(dist, name, counted)
-            if name in _ALSO_IN_C10D:
-                setattr(distributed_c10d, name, counted)
+    for name in _KINDS.keys() & vars(dist).keys():
+        counted = _counted(getattr(dist, name), _KINDS[name])
+        setattr(dist, name, counted)
+        if name in ("isend", "irecv"):  # `batch_isend_irecv` compares its operations with these
+            setattr(distributed_c10d, name, counted)
     # tagc gathers parameters by messages, which nothing else tells from gradients.
     original = UnitGatherer.gather
 
