@@ -61,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
+    kind = {"suite": "dimensions"} | ({"link": args.rate} if args.rate else {})
     for job in _jobs(args):
-        link = {"link": args.rate} if args.rate else {}
-        about = {"suite": "dimensions"} | link | job.key
-        known = read([args.json]) if args.json.exists() else []
+        about, known = kind | job.key, read([args.json]) if args.json.exists() else []
         if any(about.items() <= record.items() for record in known):
             continue
         if args.rate:
@@ -93,11 +92,9 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
 def table(records: Sequence[Record]) -> str:
     """The tables, as Markdown."""
-    losses = [r for r in records if "loss" in r]
-    shares = [r for r in losses if "expert_shares" in r]
-    timed = [r for r in records if "seconds" in r]
-    made = ((_losses, losses), (_shares, shares), (_times, timed))
-    return "\n\n".join(make(found) for make, found in made if found)
+    kinds = {"loss": _losses, "expert_shares": _shares, "seconds": _times}
+    found = {kind: [r for r in records if kind in r] for kind in kinds}
+    return "\n\n".join(kinds[kind](mine) for kind, mine in found.items() if mine)
 
 
 def _losses(records: Sequence[Record]) -> str:
@@ -107,9 +104,9 @@ def _losses(records: Sequence[Record]) -> str:
     rows = []
     for (layout, steps, method), losses in found.items():
         mean = sum(losses.values()) / len(losses)
-        to = difference(losses, found.get((layout, steps, "dense"), {}))
-        about = "" if method == "dense" or to is None else to
-        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), about))
+        dense = {} if method == "dense" else found.get((layout, steps, "dense"), {})
+        to = difference(losses, dense) or ""
+        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to))
     return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
 
 
@@ -146,9 +143,7 @@ def _times(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
-_BATCH = 32
-_MICRO_BATCHES = 4
-_WINDOWS = 2048
+_BATCH, _MICRO_BATCHES, _WINDOWS = 32, 4, 2048
 _BF16 = ("bf16", "exact")
 """Methods whose stages send each other bfloat16."""
 
@@ -161,13 +156,13 @@ def policy_of(method: str) -> Any:
         hard = policy_of("4 bits")
         return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
-    if method != "exact" and rest not in ("bits", "bits, stochastic"):
-        return method
-    codec: dict[str, Any] = {"kind": "exact"}
-    if rest:
+    if method == "exact":
+        codec: dict[str, Any] = {"kind": "exact"}
+    elif rest in ("bits", "bits, stochastic"):
         codec = {"kind": "quantized", "bits": int(bits), "block": 64}
-    if rest.endswith("stochastic"):
-        codec["rounding"] = "stochastic"
+        codec |= {"rounding": "stochastic"} if "stochastic" in rest else {}
+    else:
+        return method
     return {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],

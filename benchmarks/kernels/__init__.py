@@ -18,7 +18,7 @@ import torch
 
 from ..records import Record, add_output, machine, markdown, measured
 from .measure import OURS, clock_for, measure
-from .operators import Case, select
+from .operators import select
 
 about = "speed of every operator beside its reference and a copy, on a CPU or a GPU"
 
@@ -53,12 +53,6 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
-    return _measured(args, cases, device)
-
-
-def _measured(
-    args: argparse.Namespace, cases: Sequence[Case], device: torch.device
-) -> list[Record]:
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
     clock, started = clock_for(device), time.monotonic()

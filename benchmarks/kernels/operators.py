@@ -80,9 +80,8 @@ class Case:
         density = self.density and f"{100 * self.density:g}%"
         bits = self.bits and f"int{self.bits}"
         rate = self.rate and f"{self.rate:g}"
-        parts = [self.op, size, self.gradient, self.residual, density, self.symbol, bits, self.code]
-        parts.append(rate)
-        return "/".join(part for part in parts if part is not None)
+        parts = (self.op, size, self.gradient, self.residual, density, self.symbol, bits)
+        return "/".join(part for part in (*parts, self.code, rate) if part is not None)
 
 
 def select(
@@ -101,13 +100,9 @@ def select(
         sizes: log2 of the numbers of elements, in place of the device's own.
         quick: two small sizes, and no other axis than the density.
     """
-    patterns = list(patterns)
-    own = (_QUICK if quick else _SIZES)[device]
-    return [
-        case
-        for case in dict.fromkeys(_cases(sizes or own, quick))
-        if not patterns or any(fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)
-    ]
+    globs = [f"*{pattern}*" for pattern in patterns] or ["*"]
+    cases = dict.fromkeys(_cases(sizes or (_QUICK if quick else _SIZES)[device], quick))
+    return [case for case in cases if any(fnmatchcase(case.name, glob) for glob in globs)]
 
 
 def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:

@@ -273,7 +273,7 @@ def _start_delayer(tag: str, latency: float, hosts: int) -> subprocess.Popen[Any
     command += [f"p{host}" for host in range(hosts)]
     # Ctrl-C is for the benchmark, which ends it.
     how: Any = {"cwd": _ROOT, "text": True, "start_new_session": True}
-    made = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+    made: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
     if made.stdout.readline() != "ready\n":
         raise NetworkUnavailable(f"the switch with latency failed: {made.communicate()[1].strip()}")
     return made
