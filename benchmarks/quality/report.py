@@ -153,19 +153,11 @@ def _untuned_table(records: Sequence[Record]) -> str:
         pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
         gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
         clipped = [sum(n > clip for n in r["norms"]) / len(r["norms"]) for r in mine]
-        rows.append(
-            [
-                name,
-                f"{rate:g}{' kept' if kept else ''}",
-                f"{clip:g}",
-                f"{statistics.fmean(losses):.4f}",
-                f"{max(losses) - min(losses):.4f}",
-                len(losses),
-                f"{statistics.fmean(gaps):+.1%}" if gaps and name != _DENSE else "",
-                f"{statistics.fmean(_norm_ratio(*p) for p in pairs):.2f}" if pairs else "",
-                f"{statistics.fmean(clipped):.0%}",
-            ]
-        )
+        row = [name, f"{rate:g}{' kept' if kept else ''}", f"{clip:g}"]
+        row += [f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}", len(losses)]
+        row.append(f"{statistics.fmean(gaps):+.1%}" if gaps and name != _DENSE else "")
+        row.append(f"{statistics.fmean(_norm_ratio(*p) for p in pairs):.2f}" if pairs else "")
+        rows.append([*row, f"{statistics.fmean(clipped):.0%}"])
     head = ["policy", "rate", "clip", "loss", "range", "seeds", "to dense", "norm", "clipped"]
     return markdown(head, rows)
 

@@ -160,8 +160,7 @@ def losses_of(results: Results) -> Losses:
     """See ``Losses``."""
 
     def loss(run: Run) -> float | None:
-        found = results.get(run.key)
-        if found is None:
+        if (found := results.get(run.key)) is None:
             return None
         return math.inf if found["loss"] is None else found["loss"]
 
@@ -190,13 +189,10 @@ def _make_alike(
         (record,) = found
         results.add(run.key, record, write=rank == 0)
         if rank == 0:
+            about = f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}"
             loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
-            print(
-                f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}: "
-                f"{loss}, {record['bits']:.2f} bits, {record['step_ms']:.0f} ms a step",
-                file=sys.stderr,
-                flush=True,
-            )
+            sent = f"{record['bits']:.2f} bits, {record['step_ms']:.0f} ms a step"
+            print(f"{about}: {loss}, {sent}", file=sys.stderr, flush=True)
 
 
 GPU = ("hybrid", "one-bit", "thrifty")
