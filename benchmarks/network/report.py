@@ -108,17 +108,11 @@ def bytes_table(r: Group) -> str:
         payload = cells[-1]["payload_bytes"]
         must = sum(payload.values())
         tagc = cells[-1]["tagc_bytes"]
-        rows.append(
-            [
-                f"`{method}`",
-                _megabytes(kernel),
-                f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-",
-                _megabytes(payload.get("parameters", 0)),
-                _megabytes(payload.get("gradients", 0)),
-                "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v),
-                f"{sum(cells[-1]['collectives'].values()):.0f}",
-            ]
-        )
+        over = f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-"
+        ways = [_megabytes(payload.get(name, 0)) for name in ("parameters", "gradients")]
+        ours = "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v)
+        started = f"{sum(cells[-1]['collectives'].values()):.0f}"
+        rows.append([f"`{method}`", _megabytes(kernel), over, *ways, ours, started])
     header = [
         "MB per host and step", "kernel", "over payload", "payload: parameters", "gradients",
         "tagc's count (+ parameters)", "collectives",
@@ -148,18 +142,12 @@ def sites_table(r: Group) -> str:
             name += "" if taken is None else f", {format_seconds(taken)} elsewhere"
             periods, every, sent = cell["period_seconds"], cell["every"], cell["kernel_bytes"]
             shares = sorted(without / seconds for seconds, without in periods)
+            share = f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})"
             step = statistics.median(seconds for seconds, _ in periods) / every
-            rows.append(
-                [
-                    f"{name}, {label(rate)}",
-                    f"{step:.3f} s",
-                    f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
-                    f"{sent / 1e3:.1f}",
-                    "-" if least is None else f"{least / sent:.0f}",
-                    f"{sent / cell['plan_bytes'] - 1:+.1%}",
-                    f"{cell['waited_seconds'] / step:.1%}",
-                ]
-            )
+            row = [f"{name}, {label(rate)}", f"{step:.3f} s", share, f"{sent / 1e3:.1f}"]
+            row.append("-" if least is None else f"{least / sent:.0f}")
+            row.append(f"{sent / cell['plan_bytes'] - 1:+.1%}")
+            rows.append([*row, f"{cell['waited_seconds'] / step:.1%}"])
     header = [
         "sites", "step", "step rate", "KB per host and step", "times fewer than the leanest dense",
         "over the plan", "waited",

@@ -21,14 +21,8 @@ _DENSE = DENSE.name
 
 def table(records: Sequence[Record]) -> str:
     """The tables of all comparisons that have records."""
-    made = {
-        "sweep": _sweep_table,
-        "paired": _paired_table,
-        "untuned": _untuned_table,
-        "pretrained": _pretrained_table,
-        "gpu": _gpu_table,
-        "exact": _exact_table,
-    }
+    made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
+    made |= {"pretrained": _pretrained_table, "gpu": _gpu_table, "exact": _exact_table}
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 
@@ -74,16 +68,11 @@ def _sweep_table(records: Sequence[Record]) -> str:
             parameters, mean = found[0].get("parameter_bits"), statistics.fmean(losses.values())
             seeds = losses.keys() & dense.keys() if name != _DENSE else ()
             gap = sum(losses[s] for s in seeds) / sum(dense[s] for s in seeds) - 1 if seeds else 0
-            row = [
-                name,
-                f"{found[0]['bits']:.2f}",
-                "" if parameters is None else f"{parameters:.2f}",
-                f"{rate:g}{'*' if rate in ends[name] else ''}",
-                f"{mean:.4f}",
-                f"{max(losses.values()) - min(losses.values()):.4f}" if len(losses) > 1 else "",
-                len(losses),
-                f"{gap:+.2%}" if seeds else "",
-            ]
+            spread = f"{max(losses.values()) - min(losses.values()):.4f}"
+            row = [name, f"{found[0]['bits']:.2f}"]
+            row.append("" if parameters is None else f"{parameters:.2f}")
+            row += [f"{rate:g}{'*' if rate in ends[name] else ''}", f"{mean:.4f}"]
+            row += [spread if len(losses) > 1 else "", len(losses), f"{gap:+.2%}" if seeds else ""]
             rows.append((-found[0]["bits"], mean, row))
         rows.sort(key=lambda row: row[:2])
         parts.append(f"{title}\n\n" + markdown(head, (row for *_, row in rows)))

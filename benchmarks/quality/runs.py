@@ -38,25 +38,20 @@ Comparison = Callable[[Losses], Iterator[Run]]
 
 
 def sweep_runs(
-    losses: Losses,
-    *,
-    methods: Sequence[str],
-    shape: Shape,
-    steps: int,
-    seeds: int,
-    max_rates: int = 6,
+    losses: Losses, *, methods: Sequence[str], seeds: int, max_rates: int = 6, **given: Any
 ) -> Iterator[Run]:
     """Every method at its own best rate.
 
     Args:
         seeds: the first one sweeps the rates, the others train at the best.
         max_rates: end a sweep after this many rates, wherever the best is.
+        given: what all runs share, ``shape`` and ``steps``.
     """
     later: list[Run] = []
     for method in map(method_of, methods):
 
         def run(rate: float, seed: int = 0, method: Method = method) -> Run:
-            return Run(method=method, shape=shape, steps=steps, rate=rate, seed=seed)
+            return Run(method=method, rate=rate, seed=seed, **given)
 
         missing, best = sweep(run, method.rates, max_rates, losses)
         yield from missing
