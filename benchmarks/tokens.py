@@ -14,7 +14,6 @@ import gzip
 import importlib
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -86,17 +85,13 @@ def in_words(corpus: Corpus, vocabulary: int) -> Corpus:
     return Corpus(source=f"{corpus.source}, in words", train=train, validation=validation)
 
 
-def main() -> int:
+def main() -> None:
     """Make a file of byte pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", type=Path, nargs="+")
     args = parser.parse_args()
-    try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        print("this needs the package tokenizers: pip install tokenizers", file=sys.stderr)
-        return 2
+    tokenizers: Any = importlib.import_module("tokenizers")
     found = texts(args.folders, MOST)
     pairs = tokenizers.ByteLevelBPETokenizer()
     # A part of the text is enough to find the pairs.
@@ -105,16 +100,13 @@ def main() -> int:
     # One by one: what the package knows of each token takes much memory.
     tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in found])
     blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))
-    held_out = blocks[5::20]
-    train = [block for i, block in enumerate(blocks) if i % 20 != 5]
+    train = np.concatenate([block for i, block in enumerate(blocks) if i % 20 != 5])
+    held_out = np.concatenate(blocks[5::20])
     source = f"{len(tokens):,} byte pairs of {len(found):,} files"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        args.out, source=source, train=np.concatenate(train), validation=np.concatenate(held_out)
-    )
+    np.savez_compressed(args.out, source=source, train=train, validation=held_out)
     print(f"{source}: {args.out.stat().st_size:,} bytes")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..records import Record, add_output, machine, markdown, measured
-from .measure import OURS, clock_for, measure
+from .measure import OURS, CudaClock, HostClock, measure
 from .operators import select
 
 about = "speed of every operator beside its reference and a copy, on a CPU or a GPU"
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     torch.set_num_threads(1)
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
-    clock, started = clock_for(device), time.monotonic()
+    clock = CudaClock(device) if device.type == "cuda" else HostClock()
+    started = time.monotonic()
 
     def runs() -> Iterator[tuple[str, Callable[[], Record]]]:
         for done, case in enumerate(cases):

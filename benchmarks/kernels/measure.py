@@ -80,11 +80,6 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3, host
 
 
-def clock_for(device: torch.device) -> HostClock | CudaClock:
-    """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
 def interleaved(
     contenders: Mapping[str, Contender], clock: Clock, *, budget: float
 ) -> dict[str, list[tuple[float, float]]]:

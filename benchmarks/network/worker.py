@@ -113,9 +113,8 @@ class _Rank:
             "exchange": lambda out, sent: exchange(out.unbind(), sent.unbind()),
         }
         for name, collective in collectives.items():
-            latency = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
+            mine[f"{name}_latency"] = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
             seconds = statistics.fmean(_seconds(collective, large, _BANDWIDTH_REPEATS))
-            mine[f"{name}_latency"] = latency
             mine[f"{name}_rate"] = 8 * 4 * large * (self._ranks - 1) / seconds
         answers = self._of_all(mine)
         return {
@@ -155,22 +154,22 @@ class _Rank:
         }
         answers = self._of_all({"took": took, "kernel": kernel, "tagc": ours})
         turns = [*zip(*(a["took"] for a in answers), strict=True)]
+        mean_ours = {k: statistics.fmean(a["tagc"][k] for a in answers) for k in ours}
         computed = [statistics.fmean(seconds - waited for seconds, waited in t) for t in turns]
         return {
             "step_seconds": [max(seconds for seconds, _ in turn) for turn in turns],
             "communication_seconds": [statistics.fmean(w for _, w in turn) for turn in turns],
             "compute_seconds": statistics.median(computed),
             "kernel_bytes": statistics.fmean(a["kernel"] for a in answers),
-            "tagc_bytes": {k: statistics.fmean(a["tagc"][k] for a in answers) for k in ours}
-            or None,
+            "tagc_bytes": mean_ours or None,
             "payload_bytes": {k: v / count for k, v in tally.payload.items()},
             "collectives": {k: v / count for k, v in tally.counts.items()},
             "parameters": trainer.parameters,
         }
 
     def _expected_seconds(self, rate: str, method: Method) -> float:
-        unlimited = self._results.get(cell_key(self._args, self._ranks, UNLIMITED, method))
-        if unlimited is None:
+        key = cell_key(self._args, self._ranks, UNLIMITED, method)
+        if (unlimited := self._results.get(key)) is None:
             return 1.0
         seconds = statistics.median(unlimited["step_seconds"])
         return seconds + 8 * unlimited["kernel_bytes"] / bits_per_second(rate)
