@@ -81,7 +81,7 @@ class Case:
         bits = self.bits and f"int{self.bits}"
         rate = self.rate and f"{self.rate:g}"
         parts = (self.op, size, self.gradient, self.residual, density, self.symbol, bits)
-        return "/".join(part for part in (*parts, self.code, rate) if part is not None)
+        return "/".join(str(part) for part in (*parts, self.code, rate) if part is not None)
 
 
 def select(

@@ -82,10 +82,8 @@ def burst(rate: str) -> int:
 def check_requirements() -> None:
     """Raise :class:`NetworkUnavailable` unless this process can make namespaces."""
     if os.geteuid() != 0:
-        raise NetworkUnavailable(
-            "network namespaces need root: run it with sudo, or as root in a container with "
-            "CAP_NET_ADMIN and CAP_SYS_ADMIN"
-        )
+        container = "in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
+        raise NetworkUnavailable(f"network namespaces need root: use sudo, or be root {container}")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise NetworkUnavailable(f"{' and '.join(missing)} not found: install iproute2")
 
