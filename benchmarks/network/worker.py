@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
@@ -224,9 +223,7 @@ def _sent() -> int:
     return sent_bytes()
 
 
-def _seconds(
-    collective: Callable[[Tensor, Tensor], object], numel: int, repeats: int
-) -> list[float]:
+def _seconds(collective: Callable[..., object], numel: int, repeats: int) -> list[float]:
     """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
     sent, out = torch.zeros(2, dist.get_world_size(), numel)
     seconds = []
