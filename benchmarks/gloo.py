@@ -31,9 +31,7 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, minutes: float = 
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _rank(
-    rank: int, ranks: int, folder: str, minutes: float, work: Callable[..., Any], args: tuple
-) -> None:
+def _rank(rank: int, ranks: int, folder: str, minutes: float, work: Any, args: tuple) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here

@@ -30,7 +30,7 @@ from tagc.collect import transport
 from tagc.handle import collectives, wrapper
 
 from .one_device import alone
-from .rank import sharded, wrap
+from .rank import RANKS, sharded, wrap
 from .records import Record, add_output, machine, markdown, measured
 
 about = "the host's time of a step, with kernels that do nothing; needs no GPU"
@@ -66,7 +66,7 @@ def measure(policy: str, steps: int) -> Record:
     idle = defaultdict(lambda: start_nothing)
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
 
-    with alone(8), ExitStack() as stack:
+    with alone(RANKS), ExitStack() as stack:
         # Functions: a mock's own `return_value` would take as long as what is measured.
         for place, name, instead in (
             (transport, "_is_gloo", lambda *_: False),
@@ -83,18 +83,17 @@ def measure(policy: str, steps: int) -> Record:
         batch = torch.randint(256, (1, 8))
         ours, shares = [], []
         for step in range(_SETTLE + steps):
-            if step == _SETTLE:
-                started, ours, shares = 0, [], []
+            started = 0 if step == _SETTLE else started
             spent, start = 0.0, time.perf_counter()
             model(batch, batch).backward()
             model.zero_grad()
             rest = time.perf_counter() - start - spent
             ours.append(1e3 * spent)
             shares.append(spent / rest)
-    low, _, high = statistics.quantiles(shares, n=4)
+    low, middle, high = statistics.quantiles(shares[_SETTLE:], n=4)
     return {
-        "tagc_ms": round(statistics.median(ours), 1),
-        "share": round(statistics.median(shares), 3),
+        "tagc_ms": round(statistics.median(ours[_SETTLE:]), 1),
+        "share": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)],
         "tagc_started": started // steps,
     }

@@ -7,7 +7,7 @@ Modules are named as in transformers, so that a policy recognises the role of ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -80,12 +80,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(
-        self, vocabulary: int, width: int, layers: int, block: Callable[[], Block]
-    ) -> None:
+    def __init__(self, vocabulary: int, width: int, blocks: Iterable[Block]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width, eps=1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -111,9 +109,8 @@ class Llama(nn.Module):
         plain: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model = Transformer(
-            vocabulary, width, layers, lambda: Block(width, inner, heads, plain=plain)
-        )
+        blocks = (Block(width, inner, heads, plain=plain) for _ in range(layers))
+        self.model = Transformer(vocabulary, width, blocks)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:

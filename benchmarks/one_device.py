@@ -61,8 +61,7 @@ class _Copies:
 
     @staticmethod
     def all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-        rows = output.view(dist.get_world_size(), -1)
-        rows.copy_(input.reshape(1, -1).expand_as(rows))
+        output.view(dist.get_world_size(), -1).copy_(input.reshape(1, -1))
         return _Done()
 
     @staticmethod

@@ -35,19 +35,14 @@ about = "one rank's steps of a large model on one device, without the network"
 DENSE = "FSDP2"
 CAPTURED = ", captured"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "attn-only", "thrifty")
+RANKS = 8
 _TIMED = 5
 
 
 def decoder(width: int = 4096, layers: int = 32) -> Llama:
     """With the default sizes, a model of 7 billion parameters."""
-    return Llama(
-        vocabulary=width * 125 // 16,
-        width=width,
-        inner=width * 43 // 16,
-        layers=layers,
-        heads=max(4, width // 128),
-        plain=True,
-    )
+    sizes = {"vocabulary": width * 125 // 16, "inner": width * 43 // 16}
+    return Llama(width=width, layers=layers, heads=max(4, width // 128), plain=True, **sizes)
 
 
 def sharded(device: torch.device, width: int = 4096, layers: int = 2) -> nn.Module:
@@ -94,10 +89,7 @@ def train(name: str, device: torch.device, tokens: int, settle: int, width: int)
     batch = torch.randint(256, (1, tokens), device=device)
     handle = None if policy == DENSE else tagc.compressor(model)
     graph = None
-
-    def synchronize() -> None:
-        if cuda:
-            torch.cuda.synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if cuda else lambda: None
 
     def step() -> tuple[float, float]:
         """Seconds until it is done, and until the host has started everything."""
@@ -149,8 +141,7 @@ def _kernels(step: Any) -> Record:
     folder = files("tagc.triton_kernels").iterdir()
     sources = [f.read_text() for f in folder if f.name.endswith(".py")]
     names = re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.MULTILINE)
-    ours = [e for e in seen if e.key in names]
-    ours.sort(key=lambda e: -e.self_device_time_total)
+    ours = sorted((e for e in seen if e.key in names), key=lambda e: -e.self_device_time_total)
     return {
         "started": sum(e.count for e in seen),
         "tagc_started": sum(e.count for e in ours),
@@ -180,7 +171,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
-    add("--ranks", type=int, default=8, help="default: %(default)s")
     add("--tokens", type=int, default=4096, help="default: %(default)s")
     add("--width", type=int, default=4096,
         help="of the model on a GPU, a multiple of 128; small ones show the host's time; "
@@ -199,10 +189,10 @@ def run(args: argparse.Namespace) -> list[Record]:
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     if args.captured and device.type != "cuda":
         raise ValueError("a CPU captures no CUDA graph: leave out --captured")
-    facts = {"suite": "rank", "ranks": args.ranks, "tokens": args.tokens, "width": args.width}
+    facts = {"suite": "rank", "ranks": RANKS, "tokens": args.tokens, "width": args.width}
 
     def run_of(name: str) -> Record:
-        with alone(args.ranks):
+        with alone(RANKS):
             return train(name, device, args.tokens, args.settle, args.width)
 
     ways = ("", CAPTURED) if args.captured else ("",)

@@ -39,8 +39,8 @@ about = "tables and plots from the records of earlier runs"
 
 def available() -> list[str]:
     """The suites available here: an installed package leaves out those that need the repository."""
-    found = {name: f".{module.split('.')[1]}" for name, module in SUITES.items()}
-    return [name for name in SUITES if importlib.util.find_spec(found[name], __package__)]
+    rooms = {name: f".{module.split('.')[1]}" for name, module in SUITES.items()}
+    return [name for name, room in rooms.items() if importlib.util.find_spec(room, __package__)]
 
 
 def load(name: str) -> ModuleType:

@@ -14,21 +14,21 @@ import gzip
 import importlib
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from examples.text import Corpus, library_files, split
 
 TEXT = {".py", ".pm", ".pl", ".pod", ".rst", ".txt", ".md", ".html", ".gz"}
 BLOCK = 4096  # tokens
+MOST, VOCABULARY = 85_000_000, 24_576  # bytes of text, byte pairs
 # Names and numbers, runs of white space, and any other character by itself.
 _TOKEN = re.compile(rb"\w+|\s+|.", re.DOTALL)
 _DOCSTRING = re.compile(rb'"""(.*?)"""', re.DOTALL)
@@ -36,6 +36,7 @@ RARE = 0
 """The token of all words that are not among the most frequent."""
 
 
+@cache
 def load(file: Path) -> Corpus:
     """The text of a file that :func:`main` made."""
     with np.load(file) as found:
@@ -74,56 +75,38 @@ def documentation() -> Corpus:
 def in_words(corpus: Corpus, vocabulary: int) -> Corpus:
     """The same bytes in words: the most frequent of the part that is trained on, and ``RARE``. An
     embedding then has many rows, most of which no token of a step touches."""
-    train, validation = (_split(part) for part in (corpus.train, corpus.validation))
-    frequent = Counter(train).most_common(vocabulary - 1)
+    parts = [_TOKEN.findall(p.numpy().tobytes()) for p in (corpus.train, corpus.validation)]
+    frequent = Counter(parts[0]).most_common(vocabulary - 1)
     numbers = {word: i for i, (word, _) in enumerate(frequent, RARE + 1)}
-    return Corpus(
-        source=f"{corpus.source}, in words",
-        train=_numbered(train, numbers),
-        validation=_numbered(validation, numbers),
+    train, validation = (
+        torch.tensor([numbers.get(word, RARE) for word in part], dtype=torch.int32)
+        for part in parts
     )
+    return Corpus(source=f"{corpus.source}, in words", train=train, validation=validation)
 
 
-def _split(text: Tensor) -> list[bytes]:
-    return _TOKEN.findall(text.numpy().tobytes())
-
-
-def _numbered(words: Sequence[bytes], numbers: dict[bytes, int]) -> Tensor:
-    return torch.tensor([numbers.get(word, RARE) for word in words], dtype=torch.int32)
-
-
-def main() -> int:
+def main() -> None:
     """Make a file of byte pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--vocabulary", type=int, default=24576, help="default: %(default)s")
-    parser.add_argument("--megabytes", type=int, default=85, help="default: %(default)s")
     args = parser.parse_args()
-    try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        print("this needs the package tokenizers: pip install tokenizers", file=sys.stderr)
-        return 2
-    found = texts(args.folders, args.megabytes * 10**6)
+    tokenizers: Any = importlib.import_module("tokenizers")
+    found = texts(args.folders, MOST)
     pairs = tokenizers.ByteLevelBPETokenizer()
     # A part of the text is enough to find the pairs.
-    pairs.train_from_iterator(
-        found[: max(1, len(found) // 8)], args.vocabulary, special_tokens=["<|end|>"]
-    )
+    some = found[: max(1, len(found) // 8)]
+    pairs.train_from_iterator(some, VOCABULARY, special_tokens=["<|end|>"])
     # One by one: what the package knows of each token takes much memory.
     tokens = np.concatenate([np.array([*pairs.encode(text).ids, 0], np.uint16) for text in found])
     blocks = np.split(tokens, range(BLOCK, len(tokens), BLOCK))
-    held_out = blocks[5::20]
-    train = [block for i, block in enumerate(blocks) if i % 20 != 5]
+    train = np.concatenate([block for i, block in enumerate(blocks) if i % 20 != 5])
+    held_out = np.concatenate(blocks[5::20])
     source = f"{len(tokens):,} byte pairs of {len(found):,} files"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        args.out, source=source, train=np.concatenate(train), validation=np.concatenate(held_out)
-    )
+    np.savez_compressed(args.out, source=source, train=train, validation=held_out)
     print(f"{source}: {args.out.stat().st_size:,} bytes")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ..llama import Attention
+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -41,25 +43,6 @@ class Size:
     experts: int = 0
     best: int = 1
     skew: float = 0.0
-
-
-class Attention(nn.Module):
-    """Causal attention; has the heads whose rows of ``q`` this rank has."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.head = size.width // size.heads
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(size.width, size.width, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -143,7 +126,7 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.attn = Attention(size)
+        self.attn = Attention(size.width, size.heads, plain=True)
         self.mlp = Experts(size) if size.experts else FeedForward(size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +153,7 @@ class Net(nn.Module):
             if p.ndim < 2:
                 continue
             std = 0.1 if name in ("place", "embed.weight") else 1 / math.sqrt(p.shape[1])
-            if name.endswith(("o.weight", "down.weight")):
+            if name.endswith(("o_proj.weight", "down.weight")):
                 std /= math.sqrt(2 * size.layers)
             nn.init.normal_(p, std=std)
 
@@ -201,6 +184,6 @@ def split_tensors(blocks: Sequence[Block], mesh: DeviceMesh) -> None:
         whole = PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
         )
-        plan: Any = {"attn": whole} | {f"attn.{name}": ColwiseParallel() for name in "qkv"}
-        plan |= {"attn.o": RowwiseParallel(), "mlp.up": ColwiseParallel()}
+        plan: Any = {"attn": whole} | {f"attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {"attn.o_proj": RowwiseParallel(), "mlp.up": ColwiseParallel()}
         parallelize_module(block, mesh, plan | {"mlp.down": RowwiseParallel()})

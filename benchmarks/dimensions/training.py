@@ -29,6 +29,8 @@ from tagc.policy import Policy
 from ..gloo import on_ranks
 from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
+from ..quality.settings import Shape
+from ..quality.training import held_out_loss
 from ..records import Record, add_output, append, count, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
@@ -59,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
+    kind = {"suite": "dimensions"} | ({"link": args.rate} if args.rate else {})
     for job in _jobs(args):
-        link = {"link": args.rate} if args.rate else {}
-        about = {"suite": "dimensions"} | link | job.key
-        known = read([args.json]) if args.json.exists() else []
+        about, known = kind | job.key, read([args.json]) if args.json.exists() else []
         if any(about.items() <= record.items() for record in known):
             continue
         if args.rate:
@@ -91,11 +92,9 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
 def table(records: Sequence[Record]) -> str:
     """The tables, as Markdown."""
-    losses = [r for r in records if "loss" in r]
-    shares = [r for r in losses if "expert_shares" in r]
-    timed = [r for r in records if "seconds" in r]
-    made = ((_losses, losses), (_shares, shares), (_times, timed))
-    return "\n\n".join(make(found) for make, found in made if found)
+    kinds = {"loss": _losses, "expert_shares": _shares, "seconds": _times}
+    found = {kind: [r for r in records if kind in r] for kind in kinds}
+    return "\n\n".join(kinds[kind](mine) for kind, mine in found.items() if mine)
 
 
 def _losses(records: Sequence[Record]) -> str:
@@ -105,9 +104,9 @@ def _losses(records: Sequence[Record]) -> str:
     rows = []
     for (layout, steps, method), losses in found.items():
         mean = sum(losses.values()) / len(losses)
-        to = difference(losses, found.get((layout, steps, "dense"), {}))
-        about = "" if method == "dense" or to is None else to
-        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), about))
+        dense = {} if method == "dense" else found.get((layout, steps, "dense"), {})
+        to = difference(losses, dense) or ""
+        rows.append((layout, steps, method, f"{mean:.4f}", len(losses), to))
     return markdown(("layout", "steps", "activations", "loss", "seeds", "to dense"), rows)
 
 
@@ -124,22 +123,19 @@ def _shares(records: Sequence[Record]) -> str:
 
 def _times(records: Sequence[Record]) -> str:
     bf16 = {(r["layout"], r["link"]): r for r in records if r["method"] == "bf16"}
+    head = ("link", "layout", "activations", "s a step", "bf16's time to it")
     rows = []
     for r in records:
         seconds, sent = r["seconds"], r["interface_bytes"]
-        faster = fewer = ""
-        if beside := bf16.get((r["layout"], r["link"])):
-            faster = f"{beside['seconds'] / seconds:.2f}"
-            fewer = f"{sent / beside['interface_bytes']:.3f}"
+        beside = bf16.get((r["layout"], r["link"]))
+        faster = f"{beside['seconds'] / seconds:.2f}" if beside else ""
+        fewer = f"{sent / beside['interface_bytes']:.3f}" if beside else ""
         row = [r["link"], r["layout"], r["method"], f"{seconds:.3f}", faster]
         rows.append([*row, f"{sent / 1e6:.2f}", fewer])
-    head = ["link", "layout", "activations", "s a step", "bf16's time to it", "MB a step"]
-    return markdown([*head, "to bf16"], rows)
+    return markdown((*head, "MB a step", "to bf16"), rows)
 
 
-_BATCH = 32
-_MICRO_BATCHES = 4
-_WINDOWS = 2048
+_BATCH, _MICRO_BATCHES, _WINDOWS = 32, 4, 2048
 _BF16 = ("bf16", "exact")
 """Methods whose stages send each other bfloat16."""
 
@@ -152,13 +148,13 @@ def policy_of(method: str) -> Any:
         hard = policy_of("4 bits")
         return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
-    if method != "exact" and rest not in ("bits", "bits, stochastic"):
-        return method
-    codec: dict[str, Any] = {"kind": "exact"}
-    if rest:
+    if method == "exact":
+        codec: dict[str, Any] = {"kind": "exact"}
+    elif rest in ("bits", "bits, stochastic"):
         codec = {"kind": "quantized", "bits": int(bits), "block": 64}
-    if rest.endswith("stochastic"):
-        codec["rounding"] = "stochastic"
+        codec |= {"rounding": "stochastic"} if "stochastic" in rest else {}
+    else:
+        return method
     return {
         "schema": 1,
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
@@ -240,7 +236,12 @@ class Trainer:
             ranks = dist.get_process_group_ranks(self.mesh.get_group("ep"))
             self._data: Any = dist.new_group(ranks, use_local_synchronization=True)
         self._shard(blocks)
-        self._pipeline = self._make_pipeline() if "pp" in names else None
+        self._pipeline: Any = None
+        if "pp" in names:
+            module = _InBfloat16(self.net) if job.method in _BF16 else self.net
+            group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
+            stage = PipelineStage(module, self._place("pp"), job.layout["pp"], cpu, group=group)
+            self._pipeline = Schedule1F1B(stage, _MICRO_BATCHES, loss_fn=_loss)
         self.optimizer = torch.optim.AdamW(
             list(self.net.parameters()), lr=job.rate, betas=(0.9, 0.95), foreach=False
         )
@@ -268,13 +269,6 @@ class Trainer:
         if self._policy is not None:
             tagc.wrap(self.net, self._policy)
 
-    def _make_pipeline(self) -> Any:
-        stage, stages = self._place("pp"), self._job.layout["pp"]
-        module = _InBfloat16(self.net) if self._job.method in _BF16 else self.net
-        group, cpu = self.mesh.get_group("pp"), torch.device("cpu")
-        made = PipelineStage(module, stage, stages, cpu, group=group)
-        return Schedule1F1B(made, _MICRO_BATCHES, loss_fn=_loss)
-
     def step(self) -> None:
         """One optimizer step; the rate falls to zero over the job's steps."""
         job = self._job
@@ -286,12 +280,9 @@ class Trainer:
         tokens, targets = (t.chunk(parts)[part] for t in batch)
         if self._pipeline is None:
             _loss(self.net(tokens), targets).backward()
-        elif self._place("pp") == 0:
-            self._pipeline.step(tokens)
-        elif self._place("pp") == job.layout["pp"] - 1:
-            self._pipeline.step(target=targets)
         else:
-            self._pipeline.step()
+            inputs = () if self.net.embed is None else (tokens,)
+            self._pipeline.step(*inputs, target=None if self.net.head is None else targets)
         if "ep" in job.layout:
             self._average_over_experts()
         self.optimizer.step()
@@ -340,15 +331,8 @@ class Trainer:
         """Held-out loss of the whole model, in nats per token, with exact activations."""
         net = Net(self._job.size)
         net.load_state_dict(self.weights())
-        tokens, targets = self._corpus.held_out(
-            _WINDOWS, self._job.size.context, rank=dist.get_rank(), ranks=dist.get_world_size()
-        )
-        total = torch.zeros(2, dtype=torch.float64)
-        with torch.no_grad():
-            for x, y in zip(tokens.split(256), targets.split(256), strict=True):
-                total += torch.tensor([_loss(net(x), y).double() * len(x), len(x)])
-        dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        shape = Shape(context=self._job.size.context, vocabulary=self._job.size.vocab)
+        return held_out_loss(lambda x, y: _loss(net(x), y), self._corpus, _WINDOWS, shape)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

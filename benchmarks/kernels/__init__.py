@@ -1,8 +1,7 @@
 """``kernels``: operators of the codecs beside a reference and a plain copy.
 
-Everything on one input, in one run, in turns: ours (numba on a CPU, Triton on CUDA), the eager
-reference, and a clone of the gradient. The yardstick is a copy that moves as many bytes as the
-operator must.
+Everything on one input, in one run, in turns: ours (numba on a CPU, Triton on CUDA) and the eager
+reference. The yardstick is a copy that moves as many bytes as the operator must.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from functools import partial
 import torch
 
 from ..records import Record, add_output, machine, markdown, measured
-from .measure import OURS, clock_for, measure
-from .operators import Case, select
+from .measure import OURS, CudaClock, HostClock, measure
+from .operators import select
 
 about = "speed of every operator beside its reference and a copy, on a CPU or a GPU"
 
@@ -54,15 +53,10 @@ def run(args: argparse.Namespace) -> list[Record] | int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
-    return _measured(args, cases, device)
-
-
-def _measured(
-    args: argparse.Namespace, cases: Sequence[Case], device: torch.device
-) -> list[Record]:
     # Turns on a GPU are short; the host's first ones, which compile, do not count.
     budget = 0.25 if args.quick or device.type == "cuda" else 1.0
-    clock, started = clock_for(device), time.monotonic()
+    clock = CudaClock(device) if device.type == "cuda" else HostClock()
+    started = time.monotonic()
 
     def runs() -> Iterator[tuple[str, Callable[[], Record]]]:
         for done, case in enumerate(cases):

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,21 +16,12 @@ from ..records import Record
 from .operators import Case, Contender, contenders, problem
 
 OURS = "tagc"
-# Turns: uncounted ones, the most, and those that even the slowest contender takes.
+# Turns: uncounted ones, the most, and those of a contender that has used up its time.
 _WARM_UP, _REPEATS, _LEAST = 2, 30, 3
 
-
-class Timing(NamedTuple):
-    """Medians of one contender's ``repeats``: seconds on the device, and until the call returned,
-    which is less if nothing waits for a GPU."""
-
-    seconds: float
-    host_seconds: float
-    repeats: int
-
-
 Clock = Callable[[Contender], tuple[float, float]]
-"""Times one run: seconds on the device, seconds until the call returned."""
+"""Times one run: seconds on the device, and until the call returned, which is less if nothing waits
+for a GPU."""
 
 
 class HostClock:
@@ -42,11 +33,9 @@ class HostClock:
 
     about = "median wall-clock time; caches flushed before every run"
 
-    # More than the caches that a core of the usual servers has to itself or shares with few.
-    _FLUSHED = 128 << 20
-
     def __init__(self) -> None:
-        self._flush = torch.zeros(self._FLUSHED // 4)
+        # More than the caches that a core of the usual servers has to itself or shares with few.
+        self._flush = torch.zeros((128 << 20) // 4)
 
     def __call__(self, timed: Contender) -> tuple[float, float]:
         timed.before()
@@ -91,40 +80,24 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3, host
 
 
-def clock_for(device: torch.device) -> HostClock | CudaClock:
-    """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
 def interleaved(
-    contenders: Mapping[str, Contender],
-    clock: Clock,
-    *,
-    budget: float,
-) -> dict[str, Timing]:
-    """Time all contenders in turns. Each may take ``budget`` seconds in all: a slow one skips later
-    turns, but takes ``_LEAST``, or a single one if that exceeds the budget."""
+    contenders: Mapping[str, Contender], clock: Clock, *, budget: float
+) -> dict[str, list[tuple[float, float]]]:
+    """The clock's times of all contenders, in turns. Each may take ``budget`` seconds in all: a
+    slow one skips later turns, but takes ``_LEAST``, or a single one if that exceeds the budget."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
     for turn in range(_WARM_UP + _REPEATS):
         for name, timed in contenders.items():
-            counted, slow = taken[name], spent[name] >= budget
             enough = 1 if spent[name] > 2 * budget else _LEAST
-            if slow and (turn < _WARM_UP or len(counted) >= enough):
+            if spent[name] >= budget and (turn < _WARM_UP or len(taken[name]) >= enough):
                 continue
             began = time.perf_counter()
             measured = clock(timed)
             spent[name] += time.perf_counter() - began
             if turn >= _WARM_UP:
-                counted.append(measured)
-    return {
-        name: Timing(
-            statistics.median(device for device, _ in counted),
-            statistics.median(host for _, host in counted),
-            len(counted),
-        )
-        for name, counted in taken.items()
-    }
+                taken[name].append(measured)
+    return taken
 
 
 def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) -> Record:
@@ -146,22 +119,20 @@ def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) ->
     source = torch.zeros(max(1, work.floor // 8), device=device)
     target = torch.empty_like(source)
     copying = {"copy": Contender(run=lambda: target.copy_(source))}
-    timings = interleaved(copying | timed, clock, budget=budget)
-    copy = timings.pop("copy").seconds
-    results: dict[str, Record] = {
-        name: {
-            "note": timed[name].note,
-            "ms": _round(1e3 * timing.seconds),
-            "host_ms": _round(1e3 * timing.host_seconds),
-            "repeats": timing.repeats,
-            "fraction": _round(copy / timing.seconds),
+    taken = interleaved(copying | timed, clock, budget=budget)
+    copy = statistics.median(seconds for seconds, _ in taken.pop("copy"))
+    results: dict[str, Record] = {}
+    for name, times in taken.items():
+        seconds, host = (statistics.median(part) for part in zip(*times, strict=True))
+        results[name] = {
+            "ms": _round(1e3 * seconds),
+            "host_ms": _round(1e3 * host),
+            "repeats": len(times),
+            "fraction": _round(copy / seconds),
         }
-        for name, timing in timings.items()
-    }
     mine = results[OURS]["ms"]
     return {
         **asdict(case),
-        **work.facts,
         "floor_bytes": work.floor,
         "copy_ms": _round(1e3 * copy),
         "copy_gb_per_s": _round(work.floor / copy / 1e9),

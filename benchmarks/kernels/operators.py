@@ -1,5 +1,5 @@
-"""The cases to measure, one operator on one input each, beside the eager reference and a clone of
-the input. An operator is right if it has the reference's bits.
+"""The cases to measure, one operator on one input each, beside the eager reference. An operator is
+right if it has the reference's bits.
 """
 
 from __future__ import annotations
@@ -80,14 +80,8 @@ class Case:
         density = self.density and f"{100 * self.density:g}%"
         bits = self.bits and f"int{self.bits}"
         rate = self.rate and f"{self.rate:g}"
-        parts = [self.op, size, self.gradient, self.residual, density, self.symbol, bits, self.code]
-        parts.append(rate)
-        return "/".join(part for part in parts if part is not None)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the gradient and of the residual, which is float32 where a case has none."""
-        return getattr(torch, self.gradient), getattr(torch, self.residual or "float32")
+        parts = (self.op, size, self.gradient, self.residual, density, self.symbol, bits)
+        return "/".join(str(part) for part in (*parts, self.code, rate) if part is not None)
 
 
 def select(
@@ -106,13 +100,9 @@ def select(
         sizes: log2 of the numbers of elements, in place of the device's own.
         quick: two small sizes, and no other axis than the density.
     """
-    patterns = list(patterns)
-    own = (_QUICK if quick else _SIZES)[device]
-    return [
-        case
-        for case in dict.fromkeys(_cases(sizes or own, quick))
-        if not patterns or any(fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)
-    ]
+    globs = [f"*{pattern}*" for pattern in patterns] or ["*"]
+    cases = dict.fromkeys(_cases(sizes or (_QUICK if quick else _SIZES)[device], quick))
+    return [case for case in cases if any(fnmatchcase(case.name, glob) for glob in globs)]
 
 
 def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:
@@ -148,40 +138,31 @@ class Work:
         tensors: what a run reads and changes; every contender has copies of its own.
         results: the indices of those that it writes.
         floor: bytes that any implementation must read or write.
-        row: the input, for a clone.
-        facts: further entries for the result.
     """
 
     run: Callable[[Ops, Sequence[Tensor]], object]
     tensors: Sequence[Tensor]
     results: Sequence[int]
     floor: int
-    row: Tensor
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One way to do a case's work: what the clock measures, what restores its inputs outside the
-    clock, what a run writes, and which implementation it is."""
+    clock, and what a run writes."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
     results: Sequence[Tensor] = ()
-    note: str = ""
 
 
 def contenders(work: Work, device: torch.device) -> dict[str, Contender]:
-    """All that do the work of a case, on one input; the reference is first."""
-    name, note = ("triton", "Triton") if device.type == "cuda" else ("cpu", "numba, one thread")
-    return {
-        "reference": _contender(work, reference, "eager torch"),
-        "tagc": _contender(work, get_ops(device, name), note),
-        "clone": Contender(run=work.row.clone, note="the input"),
-    }
+    """The reference and ours, on one input."""
+    ours = get_ops(device, "triton" if device.type == "cuda" else "cpu")
+    return {"reference": _contender(work, reference), "tagc": _contender(work, ours)}
 
 
-def _contender(work: Work, ops: Ops, note: str) -> Contender:
+def _contender(work: Work, ops: Ops) -> Contender:
     mine = [tensor.clone() for tensor in work.tensors]
 
     def before() -> None:
@@ -189,7 +170,7 @@ def _contender(work: Work, ops: Ops, note: str) -> Contender:
             tensor.copy_(former)
 
     results = [mine[i] for i in work.results]
-    return Contender(run=partial(work.run, ops, mine), before=before, results=results, note=note)
+    return Contender(run=partial(work.run, ops, mine), before=before, results=results)
 
 
 def problem(case: Case, device: torch.device) -> Work:
@@ -198,11 +179,12 @@ def problem(case: Case, device: torch.device) -> Work:
     if case.rate is not None:
         return _exact(case, device)
     generator = torch.Generator(device).manual_seed(0)
-    shape, (gradient, residual) = (1, case.numel), case.dtypes
-    grad, left = (
-        torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
-        for dtype, scale in ((gradient, 1.0), (residual, 0.5))
-    )
+
+    def normal(dtype: str) -> Tensor:
+        x = torch.randn((1, case.numel), generator=generator, device=device)
+        return x.to(getattr(torch, dtype))
+
+    grad, left = normal(case.gradient), normal(case.residual or "float32").mul_(0.5)
     return _MAKERS[case.op](case, grad, left)
 
 
@@ -214,7 +196,7 @@ _Read = Callable[[Ops, Sequence[Tensor], Tensor], object]
 
 def _one_end(
     case: Case, grad: Tensor, residual: Tensor, *, parts: Sequence[int], send: _Send, read: _Read,
-    floor: int, ranks: int = RANKS, **facts: Any,
+    floor: int, ranks: int = RANKS,
 ) -> Work:  # fmt: skip
     """The end of a codec that the case measures. ``parts``: int32 words of each part of a message;
     ``floor``: bytes of a message that any codec would need to send the same."""
@@ -226,8 +208,6 @@ def _one_end(
             tensors=(residual, *sent),
             results=range(1 + len(sent)),
             floor=case.numel * (size + 2 * residual.element_size()) + floor,
-            row=grad,
-            facts=facts,
         )
     send(reference, residual, sent)
     out = torch.full_like(grad[0], torch.nan)
@@ -236,8 +216,6 @@ def _one_end(
         tensors=(out, *(part.expand(ranks, -1).contiguous() for part in sent)),
         results=(0,),
         floor=case.numel * size + ranks * floor,
-        row=grad,
-        facts=facts,
     )
 
 
@@ -267,45 +245,30 @@ def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
         index, cells, _ = message
         ops.decode(index, cells[0], step, seed, out, None, stats, layout=layout, divisor=1)
 
-    parts, kept = (layout.index_words, layout.cells, COUNTS), max(1, round(case.density * groups))
-    return _one_end(
-        case, grad, residual, parts=parts, send=send, read=read, floor=groups // 8, ranks=1,
-        cells=layout.cells, kept=kept,
-    )  # fmt: skip
+    parts, floor = (layout.index_words, layout.cells, COUNTS), groups // 8
+    return _one_end(case, grad, residual, parts=parts, send=send, read=read, floor=floor, ranks=1)
 
 
-def _blocks(case: Case, grad: Tensor, residual: Tensor) -> Work:
-    """Blocks of 256."""
-    assert case.bits is not None
-    layout = BlockLayout(numel=case.numel, bits=case.bits)
+def _quantized(case: Case, grad: Tensor, residual: Tensor) -> Work:
+    """In blocks of 256, or a matrix as nearly square as powers of two are, with at most 4096
+    columns. A matrix's scales need a pass over gradient and residual before the one that rounds;
+    the floor has one."""
+    if case.code is None:
+        assert case.bits is not None
+        layout: Any = BlockLayout(numel=case.numel, bits=case.bits)
+    else:
+        columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
+        layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
+    name = case.op.removeprefix("de")
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize(grad, residual, *message, layout=layout, average=0.0)
+        getattr(ops, name)(grad, residual, *message, layout=layout, average=0.0)
 
     def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
-        ops.dequantize(messages[0][None], out[None], layout=layout, divisor=RANKS)
+        getattr(ops, f"de{name}")(messages[0][None], out[None], layout=layout, divisor=RANKS)
 
     words = layout.words
     return _one_end(case, grad, residual, parts=(words,), send=send, read=read, floor=4 * words)
-
-
-def _matrix(case: Case, grad: Tensor, residual: Tensor) -> Work:
-    """As nearly square as powers of two are, with at most 4096 columns. Its scales need a pass over
-    gradient and residual before the one that rounds; the floor has one."""
-    assert case.code is not None
-    columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
-    layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
-
-    def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:
-        ops.quantize_matrix(grad, residual, *message, layout=layout, average=0.0)
-
-    def read(ops: Ops, messages: Sequence[Tensor], out: Tensor) -> None:
-        ops.dequantize_matrix(messages[0][None], out[None], layout=layout, divisor=RANKS)
-
-    return _one_end(
-        case, grad, residual, parts=(layout.words,), send=send, read=read, floor=4 * layout.words,
-        rows=layout.rows, columns=columns, words=layout.words,
-    )  # fmt: skip
 
 
 def _exact(case: Case, device: torch.device) -> Work:
@@ -341,16 +304,7 @@ def _exact(case: Case, device: torch.device) -> Work:
         tensors=(words, message) if encodes else (found[1], old),
         results=(1,),
         floor=4 * case.numel + 4 * total,
-        row=new,
-        facts={"message_bits": round(32 * total / case.numel, 2)},
     )
 
 
-_MAKERS = {
-    "encode": _sketch,
-    "decode": _sketch,
-    "quantize": _blocks,
-    "dequantize": _blocks,
-    "quantize_matrix": _matrix,
-    "dequantize_matrix": _matrix,
-}
+_MAKERS = {op: _sketch if "density" in axes else _quantized for op, axes in OPS.items()}

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -33,8 +33,6 @@ from typing import Any, Self
 from tagc.basics.quantities import bandwidth, format_bandwidth
 
 INTERFACE = "e0"
-# A namespace has all ports to itself.
-_PORT = 29500
 _TIMEOUT = timedelta(minutes=15)
 _WORK = "--work"
 _COUNTER = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
@@ -84,10 +82,8 @@ def burst(rate: str) -> int:
 def check_requirements() -> None:
     """Raise :class:`NetworkUnavailable` unless this process can make namespaces."""
     if os.geteuid() != 0:
-        raise NetworkUnavailable(
-            "network namespaces need root: run it with sudo, or as root in a container with "
-            "CAP_NET_ADMIN and CAP_SYS_ADMIN"
-        )
+        container = "in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN"
+        raise NetworkUnavailable(f"network namespaces need root: use sudo, or be root {container}")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise NetworkUnavailable(f"{' and '.join(missing)} not found: install iproute2")
 
@@ -98,10 +94,8 @@ def _creation_commands(tag: str, hosts: int, *, bridge: bool) -> list[str]:
     switch, master = f"{tag}-switch", "master br0 " if bridge else ""
     commands = [f"ip netns add {switch}"]
     if bridge:
-        commands += [
-            f"ip -n {switch} link add br0 type bridge",
-            f"ip -n {switch} link set br0 addrgenmode none up",
-        ]
+        commands.append(f"ip -n {switch} link add br0 type bridge")
+        commands.append(f"ip -n {switch} link set br0 addrgenmode none up")
     for host in range(hosts):
         name = f"{tag}-h{host}"
         # No IPv6 addresses: their neighbour discovery would be counted as traffic.
@@ -142,12 +136,7 @@ class Network:
     """
 
     def __init__(
-        self,
-        ranks: int,
-        ranks_per_host: int = 1,
-        *,
-        rate: str = UNLIMITED,
-        latency: float = 0.0,
+        self, ranks: int, ranks_per_host: int = 1, *, rate: str = UNLIMITED, latency: float = 0.0
     ) -> None:
         self.ranks, self.ranks_per_host = ranks, ranks_per_host
         self._rate, self._latency = rate, latency
@@ -159,7 +148,7 @@ class Network:
         check_requirements()
         remove_stale()
         with self._made as made:
-            made.callback(self._remove)
+            made.callback(_remove, [*self.namespaces, f"{self._tag}-switch"])
             hosts = len(self.namespaces)
             for command in _creation_commands(self._tag, hosts, bridge=not self._latency):
                 _run(command)
@@ -174,13 +163,6 @@ class Network:
 
     def __exit__(self, *error: object) -> None:
         self._made.close()
-
-    def _remove(self) -> None:
-        """Remove all namespaces; with them go interfaces and shapers."""
-        here = set(existing())
-        for name in (*self.namespaces, f"{self._tag}-switch"):
-            if name in here:
-                _run(f"ip netns del {name}")
 
     def run(self, command: Sequence[str], *, pinned: bool = False) -> int:
         """Run a command on every rank; the status of the first that fails, or 0. The others are
@@ -207,21 +189,21 @@ class Network:
                 _end(process)
 
     def _start(self, rank: int, command: Sequence[str], threads: int) -> subprocess.Popen[Any]:
+        host, local = divmod(rank, self.ranks_per_host)
         environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % self.ranks_per_host),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "RANK": rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_WORLD_SIZE": self.ranks_per_host,
             "MASTER_ADDR": _address(0),
-            "MASTER_PORT": str(_PORT),
+            "MASTER_PORT": 29500,  # a namespace has all ports to itself
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            "OMP_NUM_THREADS": str(threads),
-            "OPENBLAS_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
         }
-        host = self.namespaces[rank // self.ranks_per_host]
-        return subprocess.Popen(
-            ["ip", "netns", "exec", host, *command], cwd=_ROOT, env=os.environ | environment
-        )
+        there = os.environ | {name: str(value) for name, value in environment.items()}
+        enter = ["ip", "netns", "exec", self.namespaces[host]]
+        return subprocess.Popen([*enter, *command], cwd=_ROOT, env=there)
 
     def on_ranks(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call ``work(*args)`` on every rank of a gloo group; what it returned on the first."""
@@ -269,30 +251,27 @@ def existing() -> list[str]:
 
 def remove_stale() -> None:
     """Remove the namespaces of runs whose process is gone."""
-    for name in existing():
-        process = name.split("-")[1]
-        if not Path(f"/proc/{process}").exists():
-            try:
-                _run(f"ip netns del {name}")
-            except NetworkUnavailable:
-                # Another run that begins now may have been quicker.
-                if name in existing():
-                    raise
+    _remove(name for name in existing() if not Path("/proc", name.split("-")[1]).exists())
+
+
+def _remove(namespaces: Iterable[str]) -> None:
+    """Those that are there; with them go interfaces and shapers."""
+    for name in namespaces:
+        try:
+            _run(f"ip netns del {name}")
+        except NetworkUnavailable:
+            # Another run that begins now may have been quicker.
+            if name in existing():
+                raise
 
 
 def _start_delayer(tag: str, latency: float, hosts: int) -> subprocess.Popen[Any]:
-    command = [sys.executable, "-m", "benchmarks.network.latency", f"{latency:.9f}"]
+    command = ["ip", "netns", "exec", f"{tag}-switch"]
+    command += [sys.executable, "-m", "benchmarks.network.latency", f"{latency:.9f}"]
     command += [f"p{host}" for host in range(hosts)]
-    made = subprocess.Popen(
-        ["ip", "netns", "exec", f"{tag}-switch", *command],
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Ctrl-C is for the benchmark, which ends it.
-        start_new_session=True,
-    )
-    assert made.stdout is not None
+    # Ctrl-C is for the benchmark, which ends it.
+    how: Any = {"cwd": _ROOT, "text": True, "start_new_session": True}
+    made: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
     if made.stdout.readline() != "ready\n":
         raise NetworkUnavailable(f"the switch with latency failed: {made.communicate()[1].strip()}")
     return made
@@ -306,7 +285,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def _set_congestion_control(namespace: str) -> None:
     setting, inside = "/proc/sys/net/ipv4/tcp_%s", f"ip netns exec {namespace}"
     allowed = _run(f"{inside} cat {setting % 'allowed_congestion_control'}").split()
-    for name in [name for name in _CONGESTION_CONTROL if name in allowed][:1]:
+    if name := next((name for name in _CONGESTION_CONTROL if name in allowed), None):
         _run(f"{inside} sh -c 'echo {name} > {setting % 'congestion_control'}'")
 
 

@@ -41,8 +41,6 @@ _KINDS = {
 }
 # Their first argument is what they send, of the others the second.
 _IN_PLACE = ("all_reduce", "send", "receive")
-# ``batch_isend_irecv`` compares its operations with those of this module.
-_ALSO_IN_C10D = ("isend", "irecv")
 
 
 @dataclass
@@ -60,13 +58,11 @@ _direction: str | None = None
 
 def install() -> None:
     """Replace the collectives of ``torch.distributed`` in this process."""
-    for name, kind in _KINDS.items():
-        original = getattr(dist, name, None)
-        if original is not None:
-            counted = _counted(original, kind)
-            setattr(dist, name, counted)
-            if name in _ALSO_IN_C10D:
-                setattr(distributed_c10d, name, counted)
+    for name in _KINDS.keys() & vars(dist).keys():
+        counted = _counted(getattr(dist, name), _KINDS[name])
+        setattr(dist, name, counted)
+        if name in ("isend", "irecv"):  # `batch_isend_irecv` compares its operations with these
+            setattr(distributed_c10d, name, counted)
     # tagc gathers parameters by messages, which nothing else tells from gradients.
     original = UnitGatherer.gather
 
@@ -102,15 +98,10 @@ def direction(name: str) -> Iterator[None]:
 
 def payload_bytes(kind: str, sent: Tensor, world_size: int) -> int:
     """Bytes that a rank must send to others for a collective whose input is ``sent``."""
-    size, others = sent.numel() * sent.element_size(), world_size - 1
-    return {
-        "receive": 0,
-        "send": size,
-        "all_gather": size * others,
-        "all_reduce": 2 * size * others // world_size,
-        "reduce_scatter": size * others // world_size,
-        "all_to_all": size * others // world_size,
-    }[kind]
+    others = sent.nbytes * (world_size - 1)
+    sizes = {"receive": 0, "send": sent.nbytes, "all_gather": others}
+    sizes["all_reduce"] = 2 * others // world_size
+    return sizes.get(kind, others // world_size)  # a reduce-scatter, or an all-to-all
 
 
 class _TimedWork(dist.Work):

@@ -154,14 +154,13 @@ def resolve(name: str) -> Method:
     if gather and apart:
         raise ValueError(f"{name!r}: every rank is a site and has the whole model, so leave out @")
     method = Method(name=name, about=f"tagc policy: {loaded.about}", policy=policy, apart=apart)
-    if not gather:
-        return method
     if gather == "ddp":
         return replace(method, ddp="plain", about=f"{method.about} With DDP.")
-    if loaded.parameters:
+    if gather and loaded.parameters:
         about = f"{method.about} With MixedPrecisionPolicy(bf16, bf16)."
         return replace(method, mixed_precision=True, about=about)
-    return replace(method, wire="bfloat16", about=f"{method.about} Parameters in bf16.")
+    half = {"wire": "bfloat16", "about": f"{method.about} Parameters in bf16."}
+    return replace(method, **half) if gather else method
 
 
 def keys(args: argparse.Namespace, ranks: int) -> Iterator[tuple[Record, Method | None]]:
@@ -179,8 +178,8 @@ def cell_key(
 ) -> Record:
     """Everything that the numbers of a cell depend on, except the machine."""
     kind = "link" if method is None else "sites" if method.apart else "step"
-    key: Record = {"kind": kind, "ranks": ranks, "rate": rate}
-    key["settings"] = asdict(args.settings)
+    settings = asdict(args.settings)
+    key: Record = {"kind": kind, "ranks": ranks, "rate": rate, "settings": settings}
     if args.ranks_per_host > 1:
         key["ranks_per_host"] = args.ranks_per_host
     if args.latency:

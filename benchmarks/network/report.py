@@ -35,20 +35,15 @@ each (and the range), of the slowest rank. Waiting is the mean over ranks."""
 
 def table(cells: Sequence[Record]) -> str:
     """The whole report."""
-    results = group(cells)
     parts = ["# Training over a slow network", _facts(cells), NOTES]
-    for r in results:
+    for r in group(cells):
         s = r.settings
         micro = s.get("micro_batches", 1)
         unit = "step" if micro == 1 else f"micro-batch, {micro} of them a step"
-        parts += [
-            f"## {r.title}",
-            f"GPT of width {s['width']} and {s['layers']} layers, {s['batch']} × {s['context']} "
-            f"bytes per rank and {unit}.",
-            step_table(r),
-            bytes_table(r),
-            sites_table(r),
-        ]
+        model = f"GPT of width {s['width']} and {s['layers']} layers"
+        batch = f"{s['batch']} × {s['context']} bytes per rank and {unit}"
+        parts += [f"## {r.title}", f"{model}, {batch}."]
+        parts += [step_table(r), bytes_table(r), sites_table(r)]
     about = {c["key"]["method"]: c["about"] for c in cells if "method" in c["key"]}
     parts.append("\n".join(f"- `{name}`: {text}" for name, text in about.items()))
     return "\n\n".join(part for part in parts if part)
@@ -61,9 +56,8 @@ def plot(cells: Sequence[Record], folder: Path) -> Path:
         PlotsUnavailableError: if matplotlib is not installed.
     """
     groups = group(cells)
-    figure, grid = pyplot().subplots(
-        1, len(groups), figsize=(5.4 * len(groups), 4.2), layout="constrained", squeeze=False
-    )
+    size: Any = {"figsize": (5.4 * len(groups), 4.2), "layout": "constrained"}
+    figure, grid = pyplot().subplots(1, len(groups), squeeze=False, **size)
     methods = list(dict.fromkeys(method for r in groups for method in r.methods))
     palette = pyplot().get_cmap("tab20")
     handles: dict[str, Any] = {}
@@ -96,12 +90,9 @@ def step_table(r: Group) -> str:
         row = [f"`{method}`", "-" if compute is None else f"{compute:.3f} s"]
         for rate in r.rates:
             seconds, reference = r.step_seconds(method, rate), r.step_seconds(REFERENCE, rate)
-            if seconds is None:
-                row.append("-")
-            elif reference is None or method == REFERENCE:
-                row.append(f"{seconds:.3f} s")
-            else:
-                row.append(f"{seconds:.3f} s ({reference / seconds:.2f}×)")
+            row.append("-" if seconds is None else f"{seconds:.3f} s")
+            if seconds and reference and method != REFERENCE:
+                row[-1] += f" ({reference / seconds:.2f}×)"
         rows.append(row)
     return markdown(["step time", "compute", *(label(rate) for rate in r.rates)], rows)
 
@@ -117,17 +108,11 @@ def bytes_table(r: Group) -> str:
         payload = cells[-1]["payload_bytes"]
         must = sum(payload.values())
         tagc = cells[-1]["tagc_bytes"]
-        rows.append(
-            [
-                f"`{method}`",
-                _megabytes(kernel),
-                f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-",
-                _megabytes(payload.get("parameters", 0)),
-                _megabytes(payload.get("gradients", 0)),
-                "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v),
-                f"{sum(cells[-1]['collectives'].values()):.0f}",
-            ]
-        )
+        over = f"{kernel / must - 1:+.1%}" if must and r.ranks_per_host == 1 else "-"
+        ways = [_megabytes(payload.get(name, 0)) for name in ("parameters", "gradients")]
+        ours = "-" if tagc is None else " + ".join(_megabytes(v) for v in tagc.values() if v)
+        started = f"{sum(cells[-1]['collectives'].values()):.0f}"
+        rows.append([f"`{method}`", _megabytes(kernel), over, *ways, ours, started])
     header = [
         "MB per host and step", "kernel", "over payload", "payload: parameters", "gradients",
         "tagc's count (+ parameters)", "collectives",
@@ -157,18 +142,12 @@ def sites_table(r: Group) -> str:
             name += "" if taken is None else f", {format_seconds(taken)} elsewhere"
             periods, every, sent = cell["period_seconds"], cell["every"], cell["kernel_bytes"]
             shares = sorted(without / seconds for seconds, without in periods)
+            share = f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})"
             step = statistics.median(seconds for seconds, _ in periods) / every
-            rows.append(
-                [
-                    f"{name}, {label(rate)}",
-                    f"{step:.3f} s",
-                    f"{statistics.median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})",
-                    f"{sent / 1e3:.1f}",
-                    "-" if least is None else f"{least / sent:.0f}",
-                    f"{sent / cell['plan_bytes'] - 1:+.1%}",
-                    f"{cell['waited_seconds'] / step:.1%}",
-                ]
-            )
+            row = [f"{name}, {label(rate)}", f"{step:.3f} s", share, f"{sent / 1e3:.1f}"]
+            row.append("-" if least is None else f"{least / sent:.0f}")
+            row.append(f"{sent / cell['plan_bytes'] - 1:+.1%}")
+            rows.append([*row, f"{cell['waited_seconds'] / step:.1%}"])
     header = [
         "sites", "step", "step rate", "KB per host and step", "times fewer than the leanest dense",
         "over the plan", "waited",

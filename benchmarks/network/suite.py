@@ -32,11 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=seconds, default=0.0,
         help="what a packet takes from one host to another, such as 50ms (default: nothing)",
     )  # fmt: skip
-    add(
-        "--methods",
+    add("--methods",
         help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
         "in bf16); default: all of them but sites, and some built-in policies",
-    )
+    )  # fmt: skip
     add("--steps", type=count, default=8, help="timed steps of a cell, at most")
     add("--step-time", type=seconds,
         help="how long a step of a site takes, such as 250ms, as if a device computed it and left "
@@ -79,10 +78,9 @@ def check(args: argparse.Namespace) -> None:
     ranks = tuple(int(part) for part in args.ranks.split(","))
     if min(ranks) < 2:
         raise ValueError(f"--ranks {args.ranks}: one rank alone sends nothing")
-    if any(n % args.ranks_per_host or n == args.ranks_per_host for n in ranks):
-        raise ValueError(
-            f"--ranks {args.ranks}: not several hosts of --ranks-per-host {args.ranks_per_host}"
-        )
+    each = args.ranks_per_host
+    if any(n % each or n == each for n in ranks):
+        raise ValueError(f"--ranks {args.ranks}: not several hosts of --ranks-per-host {each}")
     args.ranks = ranks
     # The unlimited steps tell compute from communication, and how long the others will take.
     args.rates = tuple(dict.fromkeys((UNLIMITED, *args.rates)))

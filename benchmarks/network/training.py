@@ -120,10 +120,8 @@ def _shard(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: i
         model = _replicate(model, method, mesh)
     else:
         _shard_blocks(model, method, mesh, ranks_per_host)
-    if method.policy is None:
-        return model
     hosts = ranks_per_host if ranks_per_host > 1 else None
-    return tagc.wrap(model, method.policy, hosts=hosts)
+    return model if method.policy is None else tagc.wrap(model, method.policy, hosts=hosts)
 
 
 def _shard_blocks(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_host: int) -> None:
@@ -131,14 +129,17 @@ def _shard_blocks(model: nn.Module, method: Method, mesh: DeviceMesh, ranks_per_
     for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
         precision = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
         fully_shard(module, mesh=mesh, mp_policy=precision)
-    if method.wire != "gloo":
-        wire = getattr(torch, method.wire)
-        hosts = _hosts(mesh, ranks_per_host) if ranks_per_host > 1 else None
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(MessageAllGather(wire, hosts))
-                if method.policy is None:
-                    module.set_custom_reduce_scatter(MessageReduceScatter(wire, hosts))
+    if method.wire == "gloo":
+        return
+    wire, group, hosts = getattr(torch, method.wire), mesh.get_group(), None
+    if ranks_per_host > 1:
+        places = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
+        hosts = host_groups(group, ranks_per_host, torch.device("cpu"), places)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(MessageAllGather(wire, hosts))
+            if method.policy is None:
+                module.set_custom_reduce_scatter(MessageReduceScatter(wire, hosts))
 
 
 def _replicate(model: nn.Module, method: Method, mesh: DeviceMesh) -> nn.Module:
@@ -156,13 +157,6 @@ def _in_bf16(group: Any, bucket: Any) -> Any:
 
 
 _in_bf16.__annotations__.clear()  # DDP reads them, and does not know strings
-
-
-def _hosts(mesh: DeviceMesh, ranks_per_host: int) -> HostGroups:
-    """The groups of this rank for dense training in two levels."""
-    group = mesh.get_group()
-    places = gather_by_rank([group], {dist.get_rank(): RankOnHost.mine()})
-    return host_groups(group, ranks_per_host, torch.device("cpu"), places)
 
 
 # torch 2.13 renamed the former to the latter.
@@ -188,6 +182,13 @@ def exchange(
         work.wait()
 
 
+def _summed(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum in float32 of the rows that all ranks have for this one."""
+    received = torch.empty_like(rows)
+    exchange(received.unbind(), rows.unbind(), group)
+    return received.sum(0, dtype=torch.float32)
+
+
 class _Messages:
     """What both directions have: the dtype that travels, and with ``hosts`` two levels, inside a
     host and between hosts."""
@@ -207,7 +208,7 @@ class MessageReduceScatter(_Messages, ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: Any,
         op: Any,
         async_op: bool = False,
     ) -> None:
@@ -216,9 +217,7 @@ class MessageReduceScatter(_Messages, ReduceScatter):
         sent = input_tensor.to(self._wire).view(group.size(), -1)
         if self._hosts is not None:
             sent, group = self._add_inside(sent, self._hosts), self._hosts.across
-        received = torch.empty_like(sent)
-        exchange(received.unbind(), sent.unbind(), group)
-        total = received.sum(0, dtype=torch.float32)
+        total = _summed(sent, group)
         if op == dist.ReduceOp.AVG:
             total /= input_tensor.numel() // output_tensor.numel()
         output_tensor.copy_(total)
@@ -227,9 +226,7 @@ class MessageReduceScatter(_Messages, ReduceScatter):
         """The host's sums ``[H, S]`` of the rows for the ranks with this place on each host."""
         R = hosts.inside.size()
         by_place = sent.view(-1, R, sent.shape[1]).transpose(0, 1).contiguous()
-        received = torch.empty_like(by_place)
-        exchange(received.unbind(), by_place.unbind(), hosts.inside)
-        return received.sum(0, dtype=torch.float32).to(self._wire)
+        return _summed(by_place, hosts.inside).to(self._wire)
 
 
 class MessageAllGather(_Messages, AllGather):
@@ -237,11 +234,7 @@ class MessageAllGather(_Messages, AllGather):
     On hosts, a rank sends to one rank of each other host, and inside the host what came."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
         # The input is a part of the output, so it is copied even where nothing is cast.
         sent = input_tensor.to(self._wire, copy=True)

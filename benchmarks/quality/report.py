@@ -21,14 +21,8 @@ _DENSE = DENSE.name
 
 def table(records: Sequence[Record]) -> str:
     """The tables of all comparisons that have records."""
-    made = {
-        "sweep": _sweep_table,
-        "paired": _paired_table,
-        "untuned": _untuned_table,
-        "pretrained": _pretrained_table,
-        "gpu": _gpu_table,
-        "exact": _exact_table,
-    }
+    made = {"sweep": _sweep_table, "paired": _paired_table, "untuned": _untuned_table}
+    made |= {"pretrained": _pretrained_table, "gpu": _gpu_table, "exact": _exact_table}
     found = {name: [r for r in records if r["comparison"] == name] for name in made}
     return "\n\n".join(made[name](mine) for name, mine in found.items() if mine)
 
@@ -62,11 +56,9 @@ def _sweep_table(records: Sequence[Record]) -> str:
         best: dict[str, list[Record]] = {}
         ends: dict[str, tuple[float, float]] = {}
         for name, of_method in _grouped(mine, lambda r: r["method"]).items():
-            swept = [r for r in of_method if r["run"]["seed"] == 0]
-            finished = [r for r in swept if r["loss"] is not None]
-            if finished:
-                rate = min(finished, key=lambda r: r["loss"])["run"]["rate"]
-                rates = [r["run"]["rate"] for r in swept]
+            rates = {r["run"]["rate"]: r["loss"] for r in of_method if r["run"]["seed"] == 0}
+            if finished := {rate: loss for rate, loss in rates.items() if loss is not None}:
+                rate = min(finished, key=finished.__getitem__)
                 ends[name] = min(rates), max(rates)
                 best[name] = [r for r in of_method if r["run"]["rate"] == rate and r["loss"]]
         dense = _by_seed(best.get(_DENSE, []))
@@ -76,16 +68,11 @@ def _sweep_table(records: Sequence[Record]) -> str:
             parameters, mean = found[0].get("parameter_bits"), statistics.fmean(losses.values())
             seeds = losses.keys() & dense.keys() if name != _DENSE else ()
             gap = sum(losses[s] for s in seeds) / sum(dense[s] for s in seeds) - 1 if seeds else 0
-            row = [
-                name,
-                f"{found[0]['bits']:.2f}",
-                "" if parameters is None else f"{parameters:.2f}",
-                f"{rate:g}{'*' if rate in ends[name] else ''}",
-                f"{mean:.4f}",
-                f"{max(losses.values()) - min(losses.values()):.4f}" if len(losses) > 1 else "",
-                len(losses),
-                f"{gap:+.2%}" if seeds else "",
-            ]
+            spread = f"{max(losses.values()) - min(losses.values()):.4f}"
+            row = [name, f"{found[0]['bits']:.2f}"]
+            row.append("" if parameters is None else f"{parameters:.2f}")
+            row += [f"{rate:g}{'*' if rate in ends[name] else ''}", f"{mean:.4f}"]
+            row += [spread if len(losses) > 1 else "", len(losses), f"{gap:+.2%}" if seeds else ""]
             rows.append((-found[0]["bits"], mean, row))
         rows.sort(key=lambda row: row[:2])
         parts.append(f"{title}\n\n" + markdown(head, (row for *_, row in rows)))
@@ -110,12 +97,12 @@ def _paired_table(records: Sequence[Record]) -> str:
     found = _grouped(records, lambda r: _setting_key(r["run"]))
     rows: list[list[object]] = []
     for key in dict.fromkeys((*settings, *found)):
-        mine = found.get(key, [])
-        swept = [r for r in mine if r["method"] == _DENSE and r["run"]["seed"] == 0 and r["loss"]]
+        dense_runs = [r for r in found.get(key, []) if r["method"] == _DENSE]
+        swept = [r for r in dense_runs if r["run"]["seed"] == 0 and r["loss"]]
         if not swept:
             continue
         run = min(swept, key=lambda r: r["loss"])["run"]
-        mine = [r for r in mine if r["run"]["rate"] == run["rate"]]
+        mine = [r for r in found[key] if r["run"]["rate"] == run["rate"]]
         dense = _by_seed(r for r in mine if r["method"] == _DENSE)
         tokens = run["ranks"] * run["batch"] * run["context"]
         about = [settings.get(key, "other"), f"{tokens:,}", run["steps"], f"{run['rate']:g}"]
@@ -155,19 +142,11 @@ def _untuned_table(records: Sequence[Record]) -> str:
         pairs = [(r, dense[r["run"]["seed"]]) for r in mine if r["run"]["seed"] in dense]
         gaps = [r["loss"] / d["loss"] - 1 for r, d in pairs]
         clipped = [sum(n > clip for n in r["norms"]) / len(r["norms"]) for r in mine]
-        rows.append(
-            [
-                name,
-                f"{rate:g}{' kept' if kept else ''}",
-                f"{clip:g}",
-                f"{statistics.fmean(losses):.4f}",
-                f"{max(losses) - min(losses):.4f}",
-                len(losses),
-                f"{statistics.fmean(gaps):+.1%}" if gaps and name != _DENSE else "",
-                f"{statistics.fmean(_norm_ratio(*p) for p in pairs):.2f}" if pairs else "",
-                f"{statistics.fmean(clipped):.0%}",
-            ]
-        )
+        row = [name, f"{rate:g}{' kept' if kept else ''}", f"{clip:g}"]
+        row += [f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}", len(losses)]
+        row.append(f"{statistics.fmean(gaps):+.1%}" if gaps and name != _DENSE else "")
+        row.append(f"{statistics.fmean(_norm_ratio(*p) for p in pairs):.2f}" if pairs else "")
+        rows.append([*row, f"{statistics.fmean(clipped):.0%}"])
     head = ["policy", "rate", "clip", "loss", "range", "seeds", "to dense", "norm", "clipped"]
     return markdown(head, rows)
 
@@ -195,7 +174,10 @@ def _pretrained_table(records: Sequence[Record]) -> str:
                 gaps = [score[s] - beside[s] for s in sorted(score.keys() & beside.keys())]
                 row += [f"{statistics.fmean(score.values()):.4f}", "", ""]
                 if gaps and name != _DENSE:
-                    row[-2:] = _apart(gaps), ", ".join(f"{gap:+.4f}" for gap in gaps)
+                    found = _interval(gaps)
+                    half = f" ± {found.half:.4f}" if found.pairs > 1 else ""
+                    row[-2] = found.marked(f"{found.mean:+.4f}{half} ({found.pairs})")
+                    row[-1] = ", ".join(f"{gap:+.4f}" for gap in gaps)
             rows.append(row[:-1])
         about = f"{mine[0]['pairs']} pairs to train on, {mine[0]['run']['windows']} held out"
         parts.append(f"{title}, {about}\n\n" + markdown(head, rows))
@@ -206,12 +188,6 @@ def _scores(records: Sequence[Record]) -> tuple[dict[int, float], dict[int, floa
     """MRR and recall at the end, by seed."""
     mrr = {seed: 1 - loss for seed, loss in _by_seed(records).items()}
     return mrr, {r["run"]["seed"]: r["recall"][1] for r in records}
-
-
-def _apart(gaps: Sequence[float]) -> str:
-    found = _interval(gaps)
-    half = f" ± {found.half:.4f}" if found.pairs > 1 else ""
-    return found.marked(f"{found.mean:+.4f}{half} ({found.pairs})")
 
 
 def _gpu_table(records: Sequence[Record]) -> str:

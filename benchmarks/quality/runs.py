@@ -11,7 +11,7 @@ import argparse
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..one_device import Memory, through_memory
 from ..records import Record, Results, append, machine
 from .methods import DENSE, GRID, Method, method_of
 from .report import difference
-from .settings import GPT2, GPT2_RECIPE, Run, Setting, Shape
+from .settings import GPT2, GPT2_RECIPE, Recipe, Run, Setting, Shape
 from .training import train
 
 Losses = Callable[[Run], float | None]
@@ -38,25 +38,20 @@ Comparison = Callable[[Losses], Iterator[Run]]
 
 
 def sweep_runs(
-    losses: Losses,
-    *,
-    methods: Sequence[str],
-    shape: Shape,
-    steps: int,
-    seeds: int,
-    max_rates: int = 6,
+    losses: Losses, *, methods: Sequence[str], seeds: int, max_rates: int = 6, **given: Any
 ) -> Iterator[Run]:
     """Every method at its own best rate.
 
     Args:
         seeds: the first one sweeps the rates, the others train at the best.
         max_rates: end a sweep after this many rates, wherever the best is.
+        given: what all runs share, ``shape`` and ``steps``.
     """
     later: list[Run] = []
     for method in map(method_of, methods):
 
         def run(rate: float, seed: int = 0, method: Method = method) -> Run:
-            return Run(method=method, shape=shape, steps=steps, rate=rate, seed=seed)
+            return Run(method=method, rate=rate, seed=seed, **given)
 
         missing, best = sweep(run, method.rates, max_rates, losses)
         yield from missing
@@ -83,24 +78,22 @@ def paired_runs(
         within: seeds are added while half of an interval is wider than this, relative to the loss.
     """
     for setting in settings:
-        missing, rate = dense_rate(setting, losses)
+
+        def uncompressed(rate: float, seed: int = 0, setting: Setting = setting) -> Run:
+            return setting.run(setting.dense, rate * setting.unit, seed, kept=False)
+
+        missing, best = sweep(uncompressed, setting.rates, setting.max_rates, losses)
         yield from missing
-        if rate is None:
+        if best is None:
             continue
-        dense = [setting.run(setting.dense, rate, seed, kept=False) for seed in range(seeds[1])]
-        paired = {}
-        for line in lines or setting.lines:
-            method = method_of(line)
-            keeps = kept and method.policy is not None
-            paired[line] = [setting.run(method, rate, s, kept=keeps) for s in range(seeds[1])]
+        dense = [uncompressed(best, seed) for seed in range(seeds[1])]
+        paired = []
+        for method in map(method_of, lines or setting.lines):
+            how = {"rate": best * setting.unit, "kept": kept and method.policy is not None}
+            paired.append([setting.run(method, seed=seed, **how) for seed in range(seeds[1])])
         for seed in range(seeds[1]):
-            runs = [
-                mine[seed]
-                for mine in paired.values()
-                if seed < seeds[0] or _half(mine, dense, losses) > within
-            ]
-            if runs:
-                runs.insert(0, dense[seed])
+            wide = [m for m in paired if seed < seeds[0] or _half(m, dense, losses) > within]
+            runs = [mine[seed] for mine in (dense, *wide)] if wide else []
             yield from (run for run in runs if losses(run) is None)
 
 
@@ -111,19 +104,19 @@ def _half(mine: Sequence[Run], dense: Sequence[Run], losses: Losses) -> float:
     return math.inf if interval is None else interval.half
 
 
+def every(methods: Iterable[Method], seeds: int, *, recipe: Recipe, **given: Any) -> list[Run]:
+    """A run of each seed and method; with a policy, tagc keeps the rates."""
+    kept = replace(recipe, kept=True)
+    return [
+        Run(method=method, recipe=recipe if method.policy is None else kept, seed=seed, **given)
+        for seed in range(seeds)
+        for method in methods
+    ]
+
+
 def listed_runs(losses: Losses, *, runs: Sequence[Run]) -> Iterator[Run]:
     """Runs that depend on no other."""
     yield from (run for run in runs if losses(run) is None)
-
-
-def dense_rate(setting: Setting, losses: Losses) -> tuple[list[Run], float | None]:
-    """Runs that dense's sweep on the first seed still needs; when it needs none, the best rate."""
-
-    def run(rate: float) -> Run:
-        return setting.run(setting.dense, rate * setting.unit, 0, kept=False)
-
-    missing, best = sweep(run, setting.rates, setting.max_rates, losses)
-    return missing, None if best is None else best * setting.unit
 
 
 def sweep(
@@ -162,8 +155,7 @@ def losses_of(results: Results) -> Losses:
     """See ``Losses``."""
 
     def loss(run: Run) -> float | None:
-        found = results.get(run.key)
-        if found is None:
+        if (found := results.get(run.key)) is None:
             return None
         return math.inf if found["loss"] is None else found["loss"]
 
@@ -192,13 +184,10 @@ def _make_alike(
         (record,) = found
         results.add(run.key, record, write=rank == 0)
         if rank == 0:
+            about = f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}"
             loss = "diverged" if record["loss"] is None else f"{record['loss']:.4f}"
-            print(
-                f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}: "
-                f"{loss}, {record['bits']:.2f} bits, {record['step_ms']:.0f} ms a step",
-                file=sys.stderr,
-                flush=True,
-            )
+            sent = f"{record['bits']:.2f} bits, {record['step_ms']:.0f} ms a step"
+            print(f"{about}: {loss}, {sent}", file=sys.stderr, flush=True)
 
 
 GPU = ("hybrid", "one-bit", "thrifty")
@@ -206,7 +195,8 @@ _REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=
 
 
 def on_gpu(args: argparse.Namespace) -> None:
-    """Make the runs that are missing, on ranks that share a GPU.
+    """Make the runs that are missing, on ranks that share a GPU: uncompressed and with each policy,
+    all at GPT-2 small's usual rate.
 
     Raises:
         ValueError: without a GPU, or without the file of the text.
@@ -215,50 +205,40 @@ def on_gpu(args: argparse.Namespace) -> None:
         raise ValueError("no CUDA device here; --device cpu rehearses the runs")
     if args.text and not args.text.is_file():
         raise ValueError(f"no such file: {args.text}; python -m benchmarks.tokens makes one")
-    shape = GPT2 if args.device == "cuda" else _REHEARSAL
+    shape, recipe = GPT2, GPT2_RECIPE
+    if args.device == "cpu":
+        shape, recipe = _REHEARSAL, replace(GPT2_RECIPE, windows=8, evaluations=4)
+    methods = [DENSE, *(Method(name=name, policy=name) for name in args.policies)]
+    given = {"shape": shape, "steps": args.steps, "rate": 6e-4, "recipe": recipe}
     rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
     # A message has a float for each parameter at most.
     memory = Memory(shape.ranks, 4 * rows * shape.width + 2**20, torch.device(args.device))
-    on_ranks(_share, shape.ranks, memory, args, shape, minutes=6)
+    runs = partial(listed_runs, runs=every(methods, args.seeds, **given))
+    make("gpu", runs, args.json, partial(_on_device, memory=memory, args=args))
 
 
-def lines(policies: Sequence[str], shape: Shape, steps: int, seed: int) -> list[Run]:
-    """The uncompressed run and one for each policy, all at GPT-2 small's usual rate."""
-    methods = [DENSE, *(Method(name=name, policy=name) for name in policies)]
-    small = {"windows": 8, "evaluations": 4} if shape == _REHEARSAL else {}
-    recipe = replace(GPT2_RECIPE, **small)
-    given: dict[str, Any] = {"shape": shape, "steps": steps, "rate": 6e-4, "seed": seed}
-    return [
-        Run(method=method, recipe=replace(recipe, kept=method.policy is not None), **given)
-        for method in methods
-    ]
-
-
-def _share(rank: int, memory: Memory, args: argparse.Namespace, shape: Shape) -> None:
+def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     corpus = tokens.load(args.text) if args.text else None
-    if corpus and int(corpus.train.max()) >= shape.vocabulary:
-        raise ValueError(f"{args.text} has more tokens than a vocabulary of {shape.vocabulary}")
+    if corpus and int(corpus.train.max()) >= run.shape.vocabulary:
+        raise ValueError(f"{args.text} has more tokens than {run.shape.vocabulary}")
     source = corpus.source if corpus else "the standard library's source files, in words"
-    results = results_of("gpu", args.json)
-    runs = [run for s in range(args.seeds) for run in lines(args.policies, shape, args.steps, s)]
+    # The line before leaves its memory to this one, and to the other ranks.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
+    rank = dist.get_rank()
     with (
         through_memory(memory, rank, device),
         # Ranks that share a GPU check for long, and `make gpu` has checked.
         patch.object(collectives, "check", return_value="not checked"),
     ):
-        for run in listed_runs(losses_of(results), runs=runs):
-            # The line before leaves its memory to this one, and to the other ranks.
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
-            found = machine(device) | {"text": source, "method": run.method.name}
-            found |= train(run, device, corpus, note if rank == 0 else None)
-            if device.type == "cuda":
-                found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-            results.add(run.key, found, write=rank == 0)
+        found = train(run, device, corpus, note if rank == 0 else None)
+    if device.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    return machine(device) | {"text": source} | found
 
 
 def _note(file: Path, run: Run, step: int, loss: float, seconds: float) -> None:

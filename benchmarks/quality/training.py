@@ -6,12 +6,11 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -63,28 +62,26 @@ def train(
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.family, shape.vocabulary)
     model = distributed(make(run), run, device) if make else make_model(run, device)
     validate, compressor = validate or held_out_loss, None
-    if run.method.policy is not None and not run.method.in_sites:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such a small model may cost more compressed
+    # A model this small may cost more compressed, and Muon and Lion are measured with 1 bit, too.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if run.method.policy is not None and not run.method.in_sites:
             model = tagc.wrap(model, run.method.policy)
-        compressor = tagc.compressor(model)
-    optimizers = make_optimizers(model, recipe, run.rate)
-    sites = tagc.sites(model, optimizers, run.method.policy or {}) if run.method.in_sites else None
-    if recipe.kept:
-        assert compressor is not None, "dense rates need no keeping"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Muon and Lion are measured with 1 bit, too
+            compressor = tagc.compressor(model)
+        optimizers = make_optimizers(model, recipe, run.rate)
+        if recipe.kept:
+            assert compressor is not None, "dense rates need no keeping"
             for optimizer in optimizers:
                 compressor.keep_rates(optimizer)
+    sites = tagc.sites(model, optimizers, run.method.policy or {}) if run.method.in_sites else None
     last = recipe.last_evaluations(run.steps)
     losses: dict[int, float] = {}
     norms: list[float] = []
     seconds, done, often = 0.0, 0, recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
         batch = corpus.batch(shape.batch, shape.context, seed=run.seed, step=step, rank=rank)
         model(*(part.to(device) for part in batch)).backward()
         if compressor is not None and recipe.kept and recipe.clip is not None:
@@ -124,10 +121,10 @@ def train(
         if bits := _bits(getattr(plan, "parameters", ())):
             record["parameter_bits"] = bits
         handle.remove()
-    if run.method.powersgd is not None:  # of the two factors of each matrix
+    if run.method.powersgd is not None:
         shapes = [p.shape for p in model.parameters() if p.ndim == 2]
-        factors = sum(run.method.powersgd * (n + m) for n, m in shapes)
-        record["bits"] = 32 * factors / sum(n * m for n, m in shapes)
+        both = sum(n + m for n, m in shapes)  # the two factors of each matrix
+        record["bits"] = 32 * run.method.powersgd * both / sum(n * m for n, m in shapes)
     return record
 
 
@@ -135,10 +132,11 @@ def make_model(run: Run, device: torch.device = _CPU) -> Any:
     """A GPT with the same weights on all ranks, as :func:`distributed` returns it."""
     shape = run.shape
     torch.manual_seed(run.seed)
+    sizes = {name: getattr(shape, name) for name in ("width", "layers", "heads")}
     if shape.family == "gpt":
-        return distributed(_gpt(shape), run, device)
-    sizes = {name: getattr(shape, name) for name in ("vocabulary", "width", "layers", "heads")}
-    return distributed(Llama(inner=3 * shape.width, **sizes), run, device)
+        return distributed(_gpt(shape, **sizes), run, device)
+    llama = Llama(vocabulary=shape.vocabulary, inner=3 * shape.width, **sizes)
+    return distributed(llama, run, device)
 
 
 def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
@@ -154,10 +152,6 @@ def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
     if run.recipe.half:
         reduced = torch.bfloat16 if run.recipe.half_reduced else torch.float32
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduced)
-        if device == _CPU:
-            for module in model.modules():
-                if isinstance(module, nn.Linear):
-                    module.forward = partial(_linear, module)
     if device != _CPU:
         # By itself FSDP would make a group of NCCL beside one of gloo.
         world = dist.group.WORLD
@@ -170,14 +164,8 @@ def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
     return fully_shard(model, **how)
 
 
-def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    """Rounded as bfloat16's own. A CPU without instructions for it takes 15 times as long there."""
-    return F.linear(input.float(), module.weight.float()).to(input.dtype)
-
-
-def _gpt(shape: Shape) -> GPT:
-    sizes = {name: getattr(shape, name) for name in ("context", "width", "layers", "heads")}
-    model = GPT(GPTConfig(vocab=shape.vocabulary, **sizes))
+def _gpt(shape: Shape, **sizes: int) -> GPT:
+    model = GPT(GPTConfig(vocab=shape.vocabulary, context=shape.context, **sizes))
     if shape.tied:
         for name, p in model.named_parameters():
             if p.ndim >= 2:
@@ -196,7 +184,7 @@ def _bits(units: Any) -> float:
 
 @torch.no_grad()
 def held_out_loss(
-    model: Any, corpus: Any, windows: int, shape: Shape, device: torch.device
+    model: Any, corpus: Any, windows: int, shape: Shape, device: torch.device = _CPU
 ) -> float:
     """Mean loss over all ranks' shares of the windows."""
     ranks = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The network benchmark without a network: its options, its results, its report."""
+"""The network benchmark without a network: its options and its cells."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from benchmarks import suites
 from benchmarks.network import launch, suite
 from benchmarks.network.launch import UNLIMITED, Network, NetworkUnavailable
 from benchmarks.network.methods import DEFAULT, METHODS, keys, resolve
-from support.paths import DATA
-
-FIXTURE = DATA / "network-results.jsonl"
 
 
 def options(words: str) -> argparse.Namespace:
@@ -69,21 +66,6 @@ def test_a_missing_tool_and_root_are_named(monkeypatch: pytest.MonkeyPatch, caps
     assert "need root" in capsys.readouterr().err
 
 
-def test_the_report_is_drawn_from_the_file_alone(tmp_path: Path, capsys: Any) -> None:
-    assert suites.main(["report", str(FIXTURE), "--plots", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    # Of fp32's steps of 0.5, 0.6 and 0.7 s and 0.4 s in a second pass, and of 0.25 s.
-    times = _row(text, "step time", "tagc-paper")
-    assert _row(text, "step time", "fp32-messages") == ["0.050 s", "0.100 s", "0.550 s"]
-    assert times == ["0.070 s", "0.120 s (0.83×)", "0.250 s (2.20×)"]
-    # Kernel, over the payload of 2.5, payload two ways, tagc's count, collectives.
-    row = _row(text, "MB per host", "tagc-paper")
-    assert row == ["2.60", "+4.0%", "2.00", "0.50", "0.50", "30"]
-    (drawn,) = tmp_path.iterdir()
-    assert drawn.name == "network-step-time.png"
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_policy_is_a_method_and_may_gather_in_bf16(tmp_path: Path) -> None:
     method = resolve("one-bit@bf16")
     assert (method.policy, method.wire) == ("one-bit", "bfloat16")
@@ -102,13 +84,6 @@ def test_a_policy_is_a_method_and_may_gather_in_bf16(tmp_path: Path) -> None:
     before = resolve(str(policy)).definition
     policy.write_text(policy.read_text().replace("0.1", "0.2"))
     assert resolve(str(policy)).definition != before
-
-
-def _row(text: str, header: str, method: str) -> list[str]:
-    """The cells of a method's row in the table whose header starts so."""
-    table = text[text.index(f"| {header}") :].split("\n\n")[0]
-    line = next(line for line in table.splitlines() if line.startswith(f"| `{method}`"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def _never(command: str) -> str:
