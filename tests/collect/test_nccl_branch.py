@@ -93,6 +93,12 @@ def trained(
     return local_weights(model) | state
 
 
+def same_bits(forced: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    for name, tensor in others.items():
+        if ".about" not in name:
+            assert torch.equal(forced[name], tensor), name
+
+
 NAMES = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
@@ -147,9 +153,7 @@ def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> Non
         others = trained(rank, None, "flat", dtypes_of=policy)
     else:
         others = trained(rank, policy, way)
-    for name, tensor in others.items():
-        if ".about" not in name:
-            assert torch.equal(forced[name], tensor), name
+    same_bits(forced, others)
 
 
 @pytest.mark.slow
@@ -160,9 +164,7 @@ def test_messages_inside_hosts_go_in_one_call(rank: int, world_size: int) -> Non
     with as_on_nccl():
         forced = trained(rank, policy, "hosts", calls)
     assert cell(calls) == "2 all-to-all, 2 all-gather"
-    for name, tensor in trained(rank, policy, "hosts").items():
-        if ".about" not in name:
-            assert torch.equal(forced[name], tensor), name
+    same_bits(forced, trained(rank, policy, "hosts"))
 
 
 @on_ranks(4)
@@ -178,5 +180,4 @@ def test_on_a_fast_link_the_calls_are_fsdps_own(rank: int, world_size: int) -> N
         forced = trained(rank, "auto", "hosts", calls)
     assert calls == native, (calls, native)
     assert len(dist.distributed_c10d._world.pg_map) == before
-    for name, tensor in weights.items():
-        assert torch.equal(forced[name], tensor), name
+    same_bits(forced, weights)
