@@ -30,6 +30,7 @@ from tagc.policy import data_parallel_policies
 SHIPPED = sorted({*data_parallel_policies()} - {"auto"})
 LONG = ("hybrid", "hosts", "attn-only", "one-bit", "stateless", "thrifty")
 RUN = 2  # steps before the capture
+CAPTURING = patch.object(Store, "capturing", True)
 
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
 
@@ -208,9 +209,6 @@ def test_what_happens_between_replays(rank: int, world_size: int) -> None:
 
 
 # Refusals
-
-
-CAPTURING = patch.object(Store, "capturing", True)
 
 
 def step(model: Any, rank: int) -> Tensor:

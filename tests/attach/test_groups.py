@@ -69,8 +69,7 @@ def test_what_is_not_finite_stays_visible(rank: int, world_size: int) -> None:
 @on_ranks(3)
 def test_bytes(rank: int, world_size: int) -> None:
     """8 bits and a scale of 16 for 64 elements, in whole rows of 8 blocks."""
-    names = ("ep",)
-    group = mesh_of(3, names=names).get_group()
+    group = mesh_of(3, names=("ep",)).get_group()
     rows = 6
     t = torch.randn(3 * rows * 512)
     with tagc.activations():

@@ -3,7 +3,6 @@ on tensor parallelism."""
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import tagc
+from support.block_net import wrap
 from support.coded_mesh import mesh_of, policy
 from support.distributed import on_ranks
 from support.failing import fails
@@ -236,9 +236,7 @@ def test_parameters_that_are_not_divided_stay_alike(rank: int, world_size: int, 
     # Chance depends on columns, which differ where 13 rows are divided by 2.
     model = parallel(2, 2, in_one_unit=codec != "by chance")
     rule = {"when": {"name": "*.weight"}, **CODECS[codec]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tagc.wrap(model, {"schema": 1, "roles": {"mlp": "*"}, "gradients": [rule]})
+    wrap(model, {"schema": 1, "roles": {"mlp": "*"}, "gradients": [rule]})
     for unit in tagc.compressor(model).plan().units:
         assert all(segment.compressed for segment in unit.segments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

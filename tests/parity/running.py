@@ -17,7 +17,7 @@ from support.states import shared_folder
 from tagc.plan import UnitPlan
 
 from .apis import APIS, Api
-from .option import DTYPES, POLICIES, Option, nothing
+from .option import DTYPES, POLICIES, Option
 from .sums import bound, owes, recorded, reduction, spread, tiny
 
 STEPS = 2
@@ -214,7 +214,7 @@ def history(
         grads = api.gradients(model, units)
         sums = [s + g for s, g in zip(sums, grads, strict=True)] if sums else grads
         option.after(model)
-        every += grads if option.after is nothing else api.gradients(model, units)
+        every += api.gradients(model, units)
         # Changes nothing, but makes messages about changes due, for policies that send these.
         torch.optim.SGD(model.parameters(), lr=0.0).step()
         model.zero_grad()
