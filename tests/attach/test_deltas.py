@@ -4,6 +4,7 @@ who changes parameters: optimizers of any kind, or others, who must tell."""
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,23 +39,15 @@ def wrapped(codec: dict[str, Any], hosts: Any = None, model: Any = None, **optio
     return wrap(model, gathering(codec, MATRICES), hosts=hosts)
 
 
+def planned(compressor: Any) -> float:
+    """Bytes of parameters that a rank sends in a step."""
+    return sum(r.wire_bytes for r in compressor.plan().rows if r.direction == "parameters")
+
+
 def evaluate(model: Any, rank: int) -> None:
     with torch.no_grad():
         loss_of(model, rank, 100)
     model.reshard()  # FSDP's root keeps its parameters after a forward
-
-
-class Descent:
-    """Not a torch optimizer, so no hook sees its steps."""
-
-    def __init__(self, model: Any) -> None:
-        self.params = list(model.parameters())
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in self.params:
-            p.add_(p.grad, alpha=-0.05)
-            p.grad = None
 
 
 # What ranks have
@@ -132,19 +125,17 @@ def test_bytes_are_those_of_the_plan(rank: int, world_size: int) -> None:
     compressor = tagc.compressor(model)
     whole = sum(4 * unit.columns for unit in compressor.plan().parameters)
     inside = sum(map(bytes_inside, compressor.plan().parameters))
-    optimizers = [(m, Descent(m)) for m in (model, plain)]
-    for m, optimizer in optimizers:
-        loss_of(m, rank, 9).backward()
-        optimizer.step()
+    train(model, rank, 1)
+    train(plain, rank, 1)
     assert compressor.parameter_wire_bytes == whole
-    for m, optimizer in optimizers:
+    for m in (model, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.05)
         for micro in range(2):
             if m is model:
                 evaluate(m, rank)
             loss_of(m, rank, micro).backward()
         optimizer.step()
-    rows = [row for row in compressor.plan().rows if row.direction == "parameters"]
-    assert compressor.parameter_wire_bytes - whole == sum(row.wire_bytes for row in rows)
+    assert compressor.parameter_wire_bytes - whole == planned(compressor)
     torch.testing.assert_close(local_weights(model), local_weights(plain), **EXACT)
     assert compressor.metrics().parameter_inside_wire_bytes >= 2 * inside > 0
     stored = sum(g.copy.nbytes for g in compressor.gatherers if isinstance(g, CopyGatherer))
@@ -163,6 +154,19 @@ def test_not_finite_parameters_are_visible(rank: int, world_size: int) -> None:
 
 
 # Who changes parameters
+
+
+@on_ranks(2)
+def test_steps_that_no_hook_sees(rank: int, world_size: int) -> None:
+    """Without an optimizer of torch's a message is due after each reduction."""
+    model, sent = wrapped(delta()), []
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        sent.append(tagc.compressor(model).parameter_wire_bytes)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.05)
+    assert [b - a for a, b in pairwise(sent)] == 2 * [planned(tagc.compressor(model))]
 
 
 @on_ranks(2)

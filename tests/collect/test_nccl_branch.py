@@ -31,7 +31,7 @@ from tagc.handle import wrapper
 from tagc.policy import data_parallel_policies
 
 POLICIES = sorted(set(data_parallel_policies()) - {"auto"})
-WAYS = ("flat", "hosts", "replicas")
+WAYS = {"flat": 2, "hosts": 4, "replicas": 4}
 
 
 class Counted(TorchDispatchMode):
@@ -123,11 +123,7 @@ def cell(calls: Counter[str]) -> str:
 def documented(policy: str, way: str) -> str:
     text = (ROOT / "docs" / "architecture.md").read_text().split("## Collectives on NCCL")[1]
     (line,) = [line for line in text.splitlines() if line.startswith(f"| `{policy}` |")][:1]
-    return line.strip("| ").split(" | ")[1 + WAYS.index(way)]
-
-
-def ranks(way: str) -> int:
-    return 2 if way == "flat" else 4
+    return line.strip("| ").split(" | ")[1 + [*WAYS].index(way)]
 
 
 QUICK = [("attn-only", "flat"), ("hybrid", "hosts")]
@@ -137,8 +133,8 @@ QUICK = [("attn-only", "flat"), ("hybrid", "hosts")]
 @pytest.mark.parametrize(
     ("world_size", "policy", "way"),
     [
-        (ranks(way), policy, way) if (policy, way) in QUICK else slow(ranks(way), policy, way)
-        for policy, way in product(POLICIES, WAYS)
+        (ranks, policy, way) if (policy, way) in QUICK else slow(ranks, policy, way)
+        for policy, (way, ranks) in product(POLICIES, WAYS.items())
     ],
 )
 def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> None:
