@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
 from support.distributed import run_ranks
+from support.gathering import INT8
 from support.marks import slow
 from support.small_net import sharded
-from support.states import POLICIES, run, wrapped
+from support.states import POLICIES, QUANTIZED, rules, run, wrapped
 from tagc.collect import rehearse
 from tagc.ops import Ops, get_ops, reference
 from tagc.selfcheck import Call, Recorder
@@ -55,7 +56,8 @@ def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[
 
 
 QUICK = ("matrix lead", "sketch shared")
-OTHERS = ("parameters", "quantized dithered", "changes", "changes in 2 bits", "sketch")
+OTHERS = ("quantized dithered", "changes", "changes in 2 bits", "sketch")
+GATHERED = rules(QUANTIZED, parameters=[{"when": {"name": "*.weight"}, "codec": INT8}])
 OVER_REPLICAS = {
     "schema": 1,
     "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
@@ -64,18 +66,18 @@ OVER_REPLICAS = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rules", "hosts", "copies"),
+    ("ranks", "policy", "hosts", "copies"),
     [
         *((2, POLICIES[name], None, 1) for name in QUICK),
-        (4, POLICIES["parameters"] | {"inside": "int8"}, 2, 1),
+        (4, GATHERED | {"inside": "int8"}, 2, 1),
         slow(3, OVER_REPLICAS, None, 3),
         *(slow(2, POLICIES[name], None, 1) for name in OTHERS),
     ],
     ids=[*QUICK, "hosts", "replicas", *OTHERS],
 )
 def test_a_rehearsal_calls_what_training_calls(
-    ranks: int, rules: dict[str, Any], hosts: int | None, copies: int
+    ranks: int, policy: dict[str, Any], hosts: int | None, copies: int
 ) -> None:
-    for trained, rehearsed in run_ranks(called, ranks, rules, hosts, copies):
+    for trained, rehearsed in run_ranks(called, ranks, policy, hosts, copies):
         assert len(trained) >= 2
         assert trained == rehearsed
