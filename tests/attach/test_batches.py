@@ -4,13 +4,11 @@ torch's own function, and as torch 2.14 calls groups."""
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +17,6 @@ import tagc
 from support.coded_mesh import coded, mesh_of
 from support.distributed import on_ranks
 from support.failing import fails
-from tagc.groups import works
 from tagc.groups.activations import CodedCollectives
 from tagc.groups.works import Batches
 
@@ -147,7 +144,19 @@ def test_an_error_ends_the_batch(rank: int, world_size: int) -> None:
     group: Any = mesh_of(2).get_group()
     recorded = recording(group)
     for place in ("the first", "the second", "its encoding"):
-        check_error(rank, group, recorded, place)
+        recorded.seen.clear()
+        if place == "its encoding":
+            broken = patch.object(CodedCollectives, "message_about", side_effect=OSError("broken"))
+        else:
+            method = "send" if place == "the first" else "recv"
+            broken = patch.object(Recorded, method, side_effect=OSError("broken"))
+        with broken:
+            failed = fails(lambda: swapped(group, rank, [torch.ones(N)]))
+        assert failed == ("OSError", "broken")
+        assert recorded.seen == ["start", *(["send"] if place == "the second" else []), "end"]
+        if place == "the second":  # what was sent then arrives now
+            dist.recv(torch.empty(N), group=group, group_src=1 - rank)
+        assert torch.equal(swapped(group, rank, [torch.ones(N)])[0], coded(torch.ones(N)))
     # torch does not end a batch if an error leaves it: the next start does.
     recorded.seen.clear()
     for _ in range(2):
@@ -156,33 +165,3 @@ def test_an_error_ends_the_batch(rank: int, world_size: int) -> None:
     assert recorded.seen == ["start", "end", "start", "end"]
     failed = fails(lambda: group._end_coalescing(torch.device("cpu")))
     assert failed == ("RuntimeError", "tagc: a batch of messages ends that did not start")
-
-
-def check_error(rank: int, group: Any, recorded: Recorded, place: str) -> None:
-    t = [torch.ones(N)]
-    recorded.seen.clear()
-    if place == "its encoding":
-        broken = patch.object(CodedCollectives, "message_about", side_effect=OSError("broken"))
-    else:
-        method = "send" if place == "the first" else "recv"
-        broken = patch.object(Recorded, method, side_effect=OSError("broken"))
-    with broken:
-        failed = fails(lambda: swapped(group, rank, t))
-    assert failed == ("OSError", "broken")
-    assert recorded.seen == ["start", *(["send"] if place == "the second" else []), "end"]
-    if place == "the second":  # what was sent then arrives now
-        dist.recv(torch.empty(N), group=group, group_src=1 - rank)
-    assert torch.equal(swapped(group, rank, t)[0], coded(torch.ones(N)))
-
-
-def test_another_torch_is_refused() -> None:
-    """One whose function has no list of that name."""
-
-    def batch_isend_irecv(messages: list[int]) -> object:
-        return works.batch_of(inspect.currentframe())
-
-    with (
-        patch.object(works, "_BATCH", batch_isend_irecv.__code__),
-        pytest.raises(RuntimeError, match="does not know this torch's batch_isend_irecv"),
-    ):
-        batch_isend_irecv([1])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +30,7 @@ from tagc.policy import data_parallel_policies
 SHIPPED = sorted({*data_parallel_policies()} - {"auto"})
 LONG = ("hybrid", "hosts", "attn-only", "one-bit", "stateless", "thrifty")
 RUN = 2  # steps before the capture
+CAPTURING = patch.object(Store, "capturing", True)
 
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
 
@@ -39,7 +39,6 @@ def gradients(codec: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, "gradients": [{"when": {"name": "*.weight"}, "codec": codec}]}
 
 
-DITHERED = gradients(QUANTIZED | {"rounding": "stochastic"})
 # All that a step may count, draw or measure: resets, seeds, shares, thresholds and changes.
 MANY = {
     "schema": 1,
@@ -100,7 +99,6 @@ class Run:
 
     step_of: Callable[[Any, Tensor], Tensor] = staticmethod(once)
     eager: tuple[int, ...] = ()
-    noise = False
 
     def __init__(self, rank: int, policy: Any, *, captured: bool, **how: Any) -> None:
         self.rank, self.captured = rank, captured
@@ -109,8 +107,6 @@ class Run:
         for reducer in self.handle.reducers:
             reducer.counters.steps = reducer.plan.warmup_steps
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        if self.noise:
-            self.handle.keep_rates(self.optimizer)
 
     def before(self, step: int) -> None: ...
 
@@ -170,7 +166,10 @@ class Mixed(Run):
     that change without an optimizer, a load, and a step without an update."""
 
     eager = (RUN + 3, RUN + 4)
-    noise = True
+
+    def __init__(self, rank: int, policy: Any, **how: Any) -> None:
+        super().__init__(rank, policy, **how)
+        self.handle.keep_rates(self.optimizer)
 
     def before(self, step: int) -> None:
         if step == RUN + 2:
@@ -198,30 +197,18 @@ class InParts(Run):
     step_of = staticmethod(in_parts)
 
 
-@on_ranks(timeout=200)
-@pytest.mark.parametrize(
-    ("world_size", "kind", "policy", "replays", "hosts"),
-    [(4, Mixed, MANY, 8, 2), (2, InParts, DITHERED, 2, None)],
-    ids=["mixed", "in parts"],
-)
-def test_what_happens_between_replays(
-    rank: int, world_size: int, kind: type[Run], policy: Any, replays: int, hosts: Any
-) -> None:
+@on_ranks(4, timeout=200)
+def test_what_happens_between_replays(rank: int, world_size: int) -> None:
     # After four steps, noise and shares are measured in every other one.
     with (
         patch.multiple(gauge, _FIRST=4, _EVERY=2),
         patch.multiple(reducer_state, _FIRST=4, _EVERY=2),
     ):
-        same(rank, policy, replays, kind, hosts)
+        same(rank, MANY, 8, Mixed, hosts=2)
+    same(rank, gradients(QUANTIZED | {"rounding": "stochastic"}), 2, InParts)
 
 
 # Refusals
-
-
-@contextmanager
-def capturing() -> Iterator[None]:
-    with patch.object(Store, "capturing", True):
-        yield
 
 
 def step(model: Any, rank: int) -> Tensor:
@@ -245,7 +232,7 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         with Tape():
             step(model, rank)
         handle.before_replay()
-        with capturing(), pytest.raises(RuntimeError, match="right before the capture"):
+        with CAPTURING, pytest.raises(RuntimeError, match="right before the capture"):
             step(model, rank)  # another capture needs another call
 
         run = Run(rank, "thrifty", captured=False, hosts=None)
@@ -259,7 +246,7 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         assert loss.isnan()
         handle.before_capture()
         optimizer.step()
-        with capturing(), pytest.raises(RuntimeError, match="cannot hold the changes of unit"):
+        with CAPTURING, pytest.raises(RuntimeError, match="cannot hold the changes of unit"):
             step(model, rank)
 
     with patch.dict(os.environ, {"TAGC_DISABLE": "1"}), pytest.warns(UserWarning, match="DISABLE"):
@@ -282,7 +269,7 @@ def test_micro_batches_that_wait_are_refused(rank: int, world_size: int) -> None
         step(model, rank)
         model.set_requires_all_reduce(False)
         tagc.compressor(model).before_capture()
-        with capturing(), pytest.raises(RuntimeError, match="micro-batches wait for a later one"):
+        with CAPTURING, pytest.raises(RuntimeError, match="micro-batches wait for a later one"):
             step(model, rank)
     dist.barrier()
 
@@ -302,7 +289,7 @@ def test_dimensions(rank: int, world_size: int) -> None:
         step(model, rank)
         handle.before_capture()
         with (
-            capturing(),
+            CAPTURING,
             patch.object(torch.cuda, "is_available", lambda: True),
             patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
             tagc.activations(),

@@ -96,10 +96,6 @@ def test_masks_and_constants_arrive_as_they_are(rank: int, world_size: int) -> N
         by_name = {row.param: row.codec for row in plan.rows if row.direction == "parameters"}
         left = {name for name, used in by_name.items() if used == "dense"}
         assert left == LEFT[codec["kind"]], codec
-        assert ("gathered as they are, whatever their rule says" in str(plan)) == bool(left)
-        assert ("not finite" in str(plan)) == ("causal" in left)
-        assert ("edge of their dtype" in str(plan)) == ("mixed" in left)
-        assert ("two values, as masks" in str(plan)) == ("binary" in left)
         assert math.isfinite(compressor.metrics().parameter_error)
 
 

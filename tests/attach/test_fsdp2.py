@@ -1,31 +1,32 @@
-"""FSDP2: its numbers and names, its life, and where its options need more than the comparison of
-sums with native FSDP2 in `tests/parity`."""
+"""FSDP2: its numbers and names, and copies of a sharded model. Its options are in the parity matrix
+(`tests/parity`)."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import OrderedDict
+from itertools import islice
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 import tagc
-from parity.model import loss_of
 from parity.option import wrap_blocks
 from support import small_net
 from support.block_net import net, sharded, wrap
 from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT, equal
-from support.gathering import INT8, gathering
-from support.launching import sketch_of
-from support.small_net import EVERYTHING, local_weights
-from support.units import gathered, policy
-from tagc.attach.fsdp2 import param_dtype, reduce_dtype
-from tagc.attach.fsdp2_collectives import _params_of
+from support.failing import fails
+from support.small_net import EVERYTHING
+from support.units import policy
+from tagc.codecs.matrix import MatrixPlan
 
 
 @on_ranks(1)
@@ -38,23 +39,6 @@ def test_one_rank_warns_and_changes_nothing(rank: int, world_size: int) -> None:
         small_net.train(wrapped, rank, 2), small_net.train(native, rank, 2), **EXACT
     )
     assert tagc.compressor(wrapped).metrics().wire_bytes == 0
-
-
-@on_ranks(2)
-def test_implementations_train_alike(rank: int, world_size: int) -> None:
-    """To the last bit; and the ranks keep equal thresholds and seeds."""
-    results = []
-    for ops in ("cpu", "reference"):
-        model = tagc.wrap(small_net.sharded(), EVERYTHING, ops=ops)
-        small_net.train(model, rank, 3)
-        results.append(local_weights(model))
-        for reducer in tagc.compressor(model).reducers:
-            sketch = sketch_of(reducer)
-            for shared in (sketch.threshold, sketch.boost, sketch.seed):
-                everyones = gathered(shared)
-                assert (everyones.view(torch.int32) == everyones.view(torch.int32)[0]).all()
-        assert tagc.compressor(model).metrics().unresolved == 0
-    equal(*results)
 
 
 # Numbers and names
@@ -116,67 +100,119 @@ def test_wrappers_do_not_show_in_names(rank: int, world_size: int) -> None:
     assert [unit.info.name for unit in units] == ["", "blocks.0", "blocks.1"]
 
 
-@on_ranks(2)
-def test_this_torch_tells_what_a_backward_reached(rank: int, world_size: int) -> None:
-    """It does not by design: the list is a variable of its `foreach_reduce`."""
-    model = sharded(net(extra=True))
-    with mock.patch("tagc.attach.fsdp2_collectives._params_of", side_effect=_params_of) as look:
-        wrap(model, EVERYTHING)
-        loss_of(model, rank, 0).backward()
-    # For its input and its output, in three units.
-    names = [call.args[0].f_code.co_name for call in look.call_args_list]
-    assert names == 6 * ["foreach_reduce"]
+# Copies of a sharded model
 
 
-@on_ranks(2)
-def test_one_dtype_that_cannot_be_compressed(rank: int, world_size: int) -> None:
-    model = net()
-    model.blocks[1].double()
-    model = sharded(model)
-    with pytest.raises(tagc.PolicyError) as caught:
-        wrap(model)
-    text = str(caught.value)
-    assert "unit 'blocks.1' reduces gradients of torch.float64" in text
-    assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in text
-    assert "blocks.1.up.weight" in text
-
-    spared = {"when": {"name": "blocks.0.*.weight"}, "codec": {"kind": "quantized", "bits": 4}}
-    wrap(model, {"schema": 1, "gradients": [spared]})
-    rows = tagc.compressor(model).plan().rows
-    assert {row.codec for row in rows if row.unit == "blocks.1"} == {"dense"}
-
-    parameters = gathering(INT8, "blocks.1.*.weight")
-    with pytest.raises(
-        tagc.PolicyError, match=r"gathers parameters of torch\.float64.*param_dtype"
-    ):
-        wrap(sharded(net().double()), parameters)
+QUANTIZED = {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
 
 
-def test_dtypes_where_each_parameter_has_a_policy() -> None:
-    """As from torch 2.15 on, whose reductions are in the gradients' dtype if no other is asked for;
-    before, a group has one policy, and reduces in the dtype of its parameters."""
+@on_ranks(4)
+def test_the_same_as_tagc_averages_over_replicas_that_it_is_given(
+    rank: int, world_size: int
+) -> None:
+    """To the bit: gradients in both directions, and what they cost."""
+    policy = {"gradients": [QUANTIZED], "replicas": [QUANTIZED]}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model: Any = small_net.net()
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+    wrap(model, {"schema": 1, **policy})
+    other, _ = small_net.wrapped(policy)
+    one, two = (small_net.train(each, rank, 2) for each in (model, other))
+    torch.testing.assert_close(one, two, **EXACT)
+    mine, theirs = (tagc.compressor(m).metrics() for m in (model, other))
+    assert mine == theirs
+    assert 0 < mine.replica_wire_bytes < mine.replica_dense_bytes
+    for weight in small_net.local_weights(model).values():
+        torch.testing.assert_close(*small_net.of_replicas(weight, mesh["copies"]), **EXACT)
 
-    def param(grad: torch.dtype | None, *, trains: bool = True, **policy: Any) -> SimpleNamespace:
-        sharded_param = SimpleNamespace(requires_grad=trains, dtype=torch.float32)
-        mixed = MixedPrecisionPolicy(**policy)
-        return SimpleNamespace(
-            sharded_param=sharded_param, mp_policy=mixed, sharded_grad_dtype=grad
-        )
 
-    half: dict[str, Any] = {"param_dtype": torch.bfloat16}
-    one = param(torch.float32, **half)
-    frozen = param(torch.bfloat16, trains=False)
-    group = SimpleNamespace(fsdp_params=[frozen, one])
-    assert reduce_dtype("unit", group) == torch.float32
-    assert param_dtype(one, group) == torch.bfloat16
-    assert param_dtype(frozen, group) is None
-    group.mp_policy = one.mp_policy
-    assert reduce_dtype("unit", group) == torch.bfloat16
-    assert param_dtype(frozen, group) == torch.bfloat16
+@on_ranks(4)
+def test_what_waits_in_a_replica_is_in_no_state(rank: int, world_size: int) -> None:
+    """As what waits on a host: it cannot be saved, and a load or the user drops it."""
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rule = {"when": {"name": "*weight"}, "codec": codec, "feedback": {"kind": "none"}}
+    model, _ = small_net.wrapped({"gradients": [rule], "replicas": [rule]})
+    compressor = tagc.compressor(model)
+    state = compressor.state_dict()
 
-    asked = param(torch.float32, reduce_dtype=torch.float16, **half)
-    assert reduce_dtype("unit", SimpleNamespace(fsdp_params=[asked])) == torch.float16
-    for other in (torch.bfloat16, None):
-        several = SimpleNamespace(fsdp_params=[one, param(other)])
-        with pytest.raises(ValueError, match=r"of 'unit' have several dtypes.*fully_shard on"):
-            reduce_dtype("unit", several)
+    def gradients(of: Any) -> dict[str, torch.Tensor]:
+        of.zero_grad()
+        small_net.loss_of(of, rank, 0).backward()
+        return small_net.local_grads(of)
+
+    expected = gradients(small_net.wrapped({"gradients": [rule], "replicas": [rule]})[0])
+    for drop in (compressor.drop_waiting, lambda: compressor.load_state_dict(state)):
+        model.set_requires_all_reduce(False)
+        (1000 * small_net.loss_of(model, rank, 0)).backward()
+        kind, text = fails(compressor.state_dict)
+        assert (kind, "micro-batches that wait" in text) == ("RuntimeError", True), text
+        drop()
+        model.set_requires_all_reduce(True)
+        equal(gradients(model), expected)
+
+
+# Codec `matrix`: which rows and columns a shard has
+
+
+class Layers(nn.Module):
+    """`deep` has three dimensions, no first dimension divides by 2 or 3, and `tail` is
+    sharded by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Parameter(torch.randn(5, 6, 4))
+        self.tall = nn.Linear(24, 7, bias=False)
+        self.wide = nn.Linear(7, 36)
+        self.tail = nn.Linear(36, 1)
+
+
+def layers() -> Any:
+    torch.manual_seed(1)
+    model = Layers()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (36,) else None)
+    return model
+
+
+def matrices(names: Any, **codec: Any) -> dict[str, Any]:
+    rule = {"when": {"name": names}, "codec": {"kind": "matrix", **codec}}
+    return {"schema": 1, "gradients": [rule]}
+
+
+def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
+    """Rows and columns of every matrix of the plan."""
+    found = {}
+    for segment in tagc.compressor(model).plan().units[0].segments:
+        if isinstance(segment.codec, MatrixPlan):
+            layouts = iter(segment.codec.layouts)
+            counts = segment.codec.matrices_of_parameters
+            for param, count in zip(segment.params, counts, strict=True):
+                of_param = list(islice(layouts, count))
+                assert sum(layout.numel for layout in of_param) == param.columns
+                found[param.name] = [(layout.rows, layout.columns) for layout in of_param]
+    return found
+
+
+@on_ranks(2, 3)
+def test_shards_of_every_kind(rank: int, world_size: int) -> None:
+    """That nothing is lost is in `tests/parity` and in `tests/collect/test_conservation.py`."""
+    assert shapes(wrap(layers(), matrices(["deep", "*.weight"], group=8))) == {
+        # 3 + 24 scales are fewer than 3 * (6 + 4), but two matrices' are fewer than 2 + 24.
+        "deep": [(3, 24)] if world_size == 2 else [(6, 4)] * 2,
+        "tall.weight": [(-(-7 // world_size), 24)],
+        "wide.weight": [(36 // world_size, 7)],
+        "tail.weight": [(1, 36 // world_size)],
+    }
+
+
+@on_ranks(4)
+def test_tensor_parallel_rows(rank: int, world_size: int) -> None:
+    """Under tensor parallelism a rank has `down` in 5 rows of 6 of its columns, and FSDP shards
+    the rows: 3 of 6, where 5 rows of 12 would have said 1 row."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layers = {name: nn.Linear(*of, bias=False) for name, of in (("up", (5, 12)), ("down", (12, 5)))}
+    model: Any = nn.Sequential(OrderedDict(layers))
+    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    wrap(fully_shard(model, mesh=mesh["data"]), matrices("*.weight", bits=2))
+    assert shapes(model) == {"up.weight": [(3, 5)], "down.weight": [(3, 6)]}

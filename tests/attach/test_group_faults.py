@@ -69,10 +69,10 @@ NAMES = r"tagc: the [a-z-]+ (of \[\d+\] )?over dimension 'tp' failed on rank \d 
 FAULTS: list[tuple[str, Callable[[Any], object] | None]] = [
     *((kind, None) for kind in COLLECTIVES),
     # With one element more (all-to-all: one row), messages have the same sizes.
-    *((kind, partial(collective, kind, n=N + 4096)) for kind in COLLECTIVES),
     *(
-        (kind, partial(collective, kind, n=N + (513 if kind == "all-to-all" else 1)))
+        (kind, partial(collective, kind, n=N + more))
         for kind in COLLECTIVES
+        for more in (4096, 513 if kind == "all-to-all" else 1)
     ),
     *(
         (kind, partial(collective, other))

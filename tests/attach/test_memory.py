@@ -3,16 +3,14 @@ tensors at least what torch's operations take."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
@@ -100,52 +98,14 @@ def test_a_reduction_takes_no_more(
     assert planned - unseen <= 2.2 * taken + SLACK, (taken, planned)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Inside, count the storages that operations make, until nothing holds them.
-
-    Attributes:
-        peak: the most bytes alive at a time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._held: dict[int, list[int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if not isinstance(t, Tensor):
-                continue
-            key = _storage(t)
-            if key in given and key not in self._held:
-                continue  # a view of an older storage
-            if key not in self._held:
-                self._held[key] = [0, t.untyped_storage().nbytes()]
-                self._now += self._held[key][1]
-                self.peak = max(self.peak, self._now)
-            self._held[key][0] += 1
-            weakref.finalize(t, self._drop, key)
-        return out
-
-    def _drop(self, key: int) -> None:
-        self._held[key][0] -= 1
-        if not self._held[key][0]:
-            self._now -= self._held.pop(key)[1]
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def peak_of(call: Any) -> int:
+def peak_of(call: Callable[[], Any]) -> int:
     """Peak bytes of a call's tensors."""
-    with torch.no_grad(), LiveBytes() as live:
+    found: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.no_grad(), found:
         call()
-    return live.peak
+    events = found.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(accumulate(changes))
 
 
 def stored_bytes(model: Any) -> int:

@@ -109,19 +109,6 @@ def test_buffers_that_a_graph_may_hold_stay() -> None:
         assert [buffer() is not None for buffer in held] == [captured, captured]
 
 
-@pytest.mark.parametrize("before", [1, LAG + 3])
-def test_what_was_mended_is_forgotten(before: int) -> None:
-    with gpu() as store:
-        alarm = Alarm("wrong", store, place("tested"))
-        for _ in range(before):
-            store.take(place("tested")).fill_(True)
-            alarm.note()
-        alarm.reset()
-        for _ in range(2 * LAG + 2):
-            alarm.check()
-            alarm.note()
-
-
 def test_a_cpu_raises_at_once_and_once() -> None:
     device = torch.device("cpu")
     store = Store(device, Workspace(device))

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tagc
+from support.block_net import wrap
 from support.conservation import Accounts, planned
 from support.distributed import on_ranks
 from support.exact import EXACT
-from support.fsdp1_net import quietly, sharded
-from support.host_reducers import host_reducer
+from support.fsdp1_net import sharded
+from support.host_reducers import host_reducer, in_two_levels
 from support.launching import missing_mask, sketch_of
 from support.marks import slow
-from support.units import gathered, matrix_plan, normal, on_grid, unit_reducer
+from support.units import gathered, matrix_plan, normal, on_grid, unit_reducer, world
 from tagc.codecs.sketch import SketchPlan
 from tagc.collect import ReplicaAverage, UnitReducer
-from tagc.plan import build_plan, bytes_in_step, bytes_inside
-from tagc.policy import Policy
+from tagc.plan import bytes_in_step, bytes_inside
 
 SUM = dist.ReduceOp.SUM
 STEPS = 6
@@ -71,28 +70,22 @@ class Backward:
         self.stays, plan = stays, self.reducer.plan
         if plan.info.flat is not None:
             out = torch.full((plan.buffer_columns,), torch.nan)
-            self.reducer.reduce(out, buffer.flatten(), group(), SUM)
+            self.reducer.reduce(out, buffer.flatten(), world(), SUM)
             return out
         missing = missing_mask(plan, reached)
         names = reached if missing.any() else None
         out = torch.full((int((~missing).sum()),), torch.nan)
         if plan.for_all:
             out = buffer[0, ~missing].clone()
-            average = ReplicaAverage(self.reducer, group(), lambda: not stays, lambda: names)
+            average = ReplicaAverage(self.reducer, world(), lambda: not stays, lambda: names)
             average(out, SUM)
             for other in gathered(out):
                 torch.testing.assert_close(other, out, equal_nan=True, **EXACT)
         else:
-            self.reducer.reduce(out, buffer[:, ~missing].flatten(), group(), SUM, reached=names)
+            self.reducer.reduce(out, buffer[:, ~missing].flatten(), world(), SUM, reached=names)
         found = torch.zeros(plan.columns)
         found[~missing] = out
         return found
-
-
-def group() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 @contextmanager
@@ -105,21 +98,17 @@ def backwards(
         # A segment of everything is FSDP1's own buffer; of some parameters it is rearranged.
         names = ["*"] if world_size == 4 else ["second.*.weight", "first.*", "head.weight"]
         rule = {"when": {"name": names}, "codec": codec, "feedback": feedback}
-        model = quietly(tagc.wrap, sharded(), {"schema": 1, "gradients": [rule]})
+        model = wrap(sharded(), {"schema": 1, "gradients": [rule]})
         yield [Backward(r) for r in tagc.compressor(model).reducers if r.plan.compressed]
         return
     plan = matrix_plan(
         world_size, codec, feedback, direction="replicas" if route == "replicas" else "gradients"
     )
-    if route != "hosts":
+    if route not in ("hosts", "inside"):
         yield [Backward(unit_reducer(plan))]
         return
-    rule = {"when": {"name": ["a.*", "c*"]}, "codec": codec, "feedback": feedback}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # units as small as this may send more when compressed
-        on_hosts = build_plan(
-            [replace(plan.info, ranks_per_host=2)], Policy.load({"schema": 1, "gradients": [rule]})
-        ).units[0]
+    form = "int8" if route == "inside" else "native"
+    on_hosts = in_two_levels(plan, codec, feedback, inside=form)
     backward: Backward
     with host_reducer(rank, on_hosts, crosses=lambda: not backward.stays) as reducer:
         backward = Backward(reducer)
@@ -213,7 +202,10 @@ def conserves(backward: Backward, accounts: Accounts, rank: int, draw: Callable)
 @pytest.mark.parametrize("bad", [math.nan, slow(math.inf)])
 @pytest.mark.parametrize(
     ("world_size", "route", "codec", "feedback"),
-    [case[:4] for case in QUICK if "FSDP1" not in case[1] and "warm" not in case[2]],
+    [
+        *(case[:4] for case in QUICK if "FSDP1" not in case[1] and "warm" not in case[2]),
+        case("inside 4", "quantized 4", "float32"),
+    ],
 )
 def test_what_is_not_finite_shows_once(
     rank: int, world_size: int, route: str, codec: str, feedback: str, bad: float

@@ -25,22 +25,11 @@ from support.block_net import wrap
 from support.distributed import as_on_nccl, on_ranks
 from support.exact import EXACT
 from support.failing import fails
-from support.launching import sketch_of
+from support.gathering import INT8, gathering
 from support.marks import slow
 from support.paths import EXAMPLES
 from support.small_net import local_grads, loss_of, sharded
-
-QUANTIZED: dict[str, Any] = {"kind": "quantized", "bits": 4, "block": 32}
-SKETCH: dict[str, Any] = {"kind": "sketch", "density": 0.3}
-RESIDUAL: dict[str, Any] = {"kind": "residual"}
-
-
-def policy(codec: dict[str, Any], feedback: dict[str, Any] = RESIDUAL) -> dict[str, Any]:
-    when = {"name": "*"}
-    if codec["kind"] == "matrix":
-        when |= {"name": "*weight", "min_numel": 40}
-    return {"schema": 1, "gradients": [{"when": when, "codec": codec, "feedback": feedback}]}
-
+from support.states import POLICIES, QUANTIZED, SKETCH, rules
 
 # Ranks that stop
 
@@ -51,13 +40,9 @@ def impatient(seconds: float = 1.0) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
 
-PARAMETERS = {
-    "schema": 1,
-    "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
-    "parameters": [{"when": {"name": "*.weight"}, "codec": QUANTIZED | {"bits": 8}}],
-}
+PARAMETERS = gathering(INT8)
 STOPPED: tuple[tuple[Any, str], ...] = (
-    (policy(SKETCH), "reduction of gradients of unit 'second'"),
+    (rules(SKETCH), "reduction of gradients of unit 'second'"),
     (PARAMETERS, "gathering of parameters of unit '(root)'"),
 )
 
@@ -86,7 +71,7 @@ def test_an_error_in_some_groups_of_replicas(rank: int, world_size: int) -> None
     for bad, how in ((3, "policy"), (0, "ops"), (3, "model")):
         model = sharded(mesh=mesh["shard"])
         here = how if rank == bad else ""
-        spec: Any = "mlp-onli" if here == "policy" else policy(QUANTIZED)
+        spec: Any = "mlp-onli" if here == "policy" else rules(QUANTIZED)
         ops = "cqu" if here == "ops" else None
         if here == "model":
             model.requires_grad_(False)
@@ -103,19 +88,13 @@ def test_an_error_in_some_groups_of_replicas(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("codec", "feedback"),
-    [(QUANTIZED, RESIDUAL | {"lead": 0.5}), (SKETCH, RESIDUAL)],
-    ids=["lead", "sketch"],
-)
-def test_residuals_follow_the_loss_scale(
-    rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("policy", ["whole lead", "sketch"])
+def test_residuals_follow_the_loss_scale(rank: int, world_size: int, policy: str) -> None:
     """Scales are powers of two, so unscaled gradients have the bits of a run without a scale."""
     scales = (1.0, 4.0, 0.5)
     runs = []
     for scaled in (False, True):
-        model = wrap(sharded(), policy(codec, feedback))
+        model = wrap(sharded(), POLICIES[policy])
         grads, last = [], 1.0
         for step, scale in enumerate(scales if scaled else (1.0,) * len(scales)):
             tagc.compressor(model).scale_residuals(scale / last)
@@ -129,7 +108,7 @@ def test_residuals_follow_the_loss_scale(
 
 @on_ranks(2)
 def test_bad_factors(rank: int, world_size: int) -> None:
-    model = wrap(sharded(), policy(QUANTIZED))
+    model = wrap(sharded(), rules(QUANTIZED))
     for factor in (0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):
             tagc.compressor(model).scale_residuals(factor)
@@ -154,11 +133,11 @@ def test_the_example_of_a_loss_scaler_runs(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "measured": ({"kind": "matrix", "bits": 1, "level": 1.3}, RESIDUAL | {"lead": "measured"}),
-    "stochastic": (QUANTIZED | {"rounding": "stochastic"}, {"kind": "none"}),
-    "sketch": (SKETCH, RESIDUAL),
-    "shared": (SKETCH | {"density": 0.9, "support": "shared", "symbol": "int32x1"}, RESIDUAL),
+RULES = {
+    "measured": rules({"kind": "matrix", "level": 1.3}, {"kind": "residual", "lead": "measured"}),
+    "stochastic": POLICIES["quantized dithered"],
+    "sketch": POLICIES["sketch"],
+    "shared": POLICIES["sketch shared"],
 }
 
 
@@ -176,7 +155,7 @@ def test_the_next_steps_are_those_without_it(
     rank: int, world_size: int, rule: str, before: int
 ) -> None:
     """To the bit; also where the very first step is skipped, and what it sent was not finite."""
-    model, other = (wrap(sharded(), policy(*RULES[rule])) for _ in range(2))
+    model, other = (wrap(sharded(), RULES[rule]) for _ in range(2))
     for step in range(before):
         grads_of(model, rank, step)
         grads_of(other, rank, step)
@@ -192,37 +171,28 @@ def test_the_next_steps_are_those_without_it(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("rule", ["measured", "sketch"])
-def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int, rule: str) -> None:
-    """Residuals and measured leads; thresholds keep what they learnt."""
-    model = wrap(sharded(), policy(*RULES[rule]))
-    grads_of(model, rank, 0)
+def test_a_tensor_restores_what_no_host_counts(rank: int, world_size: int) -> None:
+    """Residuals and measured leads."""
+    model = wrap(sharded(), RULES["measured"])
     compressor = tagc.compressor(model)
-    copy = compressor.copy_residuals()
 
-    def leads() -> list[Tensor]:
+    def kept() -> list[Tensor]:
+        """After a step."""
         return [
             tensor.clone()
             for reducer in compressor.reducers
             for name, tensor in reducer.store
-            if name.startswith("share.")
+            if name.startswith(("share.", "residual"))
         ]
 
-    def thresholds() -> list[Tensor]:
-        sketched = (r for r in compressor.reducers if r.programs.sketches is not None)
-        return [sketch_of(reducer).threshold.clone() for reducer in sketched]
-
-    first = leads()
-    assert bool(first) == (rule == "measured")
+    grads_of(model, rank, 0)
+    copy, first = compressor.copy_residuals(), kept()
     grads_of(model, rank, 1, 7.0)
-    after = leads()
-    learnt = thresholds()
-    assert all(not torch.equal(a, f) for a, f in zip(after, first, strict=True))
-    compressor.restore_residuals(copy, where=torch.zeros(()))
-    torch.testing.assert_close(leads(), after, **EXACT)
-    compressor.restore_residuals(copy, where=torch.ones(()))
-    torch.testing.assert_close(leads(), first, **EXACT)
-    torch.testing.assert_close(thresholds(), learnt, **EXACT)
+    after = kept()
+    assert not any(map(torch.equal, after, first))
+    for taken, expected in ((0.0, after), (1.0, first)):
+        compressor.restore_residuals(copy, where=torch.tensor(taken))
+        torch.testing.assert_close(kept(), expected, **EXACT)
 
 
 CALLS: dict[str, Callable[[Any, int], Any]] = {
@@ -245,7 +215,7 @@ def test_calls_of_one_rank_alone(
     """The next reduction tells all ranks, whatever the backend; a load starts over."""
     for call in calls:
         with nullcontext() if headers else as_on_nccl():
-            model = wrap(sharded(), policy(SKETCH))
+            model = wrap(sharded(), rules(SKETCH))
             compressor = tagc.compressor(model)
             grads_of(model, rank, 0)
             compressor.scale_residuals(torch.tensor(2.0))

@@ -1,5 +1,5 @@
 """Ranks that are not at the same collective, or at another part of a unit: an error on all of them
-that names both. And what backwards that reach a part of a unit send."""
+that names both."""
 
 from __future__ import annotations
 
@@ -18,68 +18,47 @@ from support.exact import EXACT
 from support.failing import fails
 from support.host_reducers import host_reducer, in_two_levels
 from support.launching import missing_mask
-from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer
-from tagc.codecs.workspace import Workspace
+from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer, world
 from tagc.collect import Transport, UnitReducer
 from tagc.collect.lockstep import DesyncError
-from tagc.ops import get_ops
 from tagc.plan import UnitPlan
 from tagc.policy import Policy
 
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+SUM = dist.ReduceOp.SUM
 A, B, C, D = (f"{name}.weight" for name in "abcd")
-ALL = [
-    {"kind": "quantized", "bits": 4, "block": 32},
+BITS = {"kind": "quantized", "bits": 4, "block": 32}
+SKETCHES: list[dict[str, Any]] = [
     {"kind": "sketch", "density": 0.3},
     {"kind": "sketch", "density": 0.3, "support": "shared"},
 ]
 
 
-def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str], op: Any = SUM) -> Tensor:
+def with_bits(codec: dict[str, Any]) -> UnitPlan:
+    """A unit that sends one parameter by this codec, and another in bits."""
+    rules = [{"when": {"name": f"{n}.*"}, "codec": c} for n, c in (("a", codec), ("c", BITS))]
+    return plan_of(2, torch.float32, Policy.load({"schema": 1, "gradients": rules}))
+
+
+def reduce_part(reducer: UnitReducer, buffer: Tensor, reached: set[str]) -> Tensor:
     """What FSDP would hand over of ``buffer`` ``[W, S]``, and what comes out, in the plan's columns
     and zero elsewhere."""
-    group = dist.group.WORLD
-    assert group is not None
     missing = missing_mask(reducer.plan, reached)
     inp = buffer[:, ~missing]
     out = torch.full((inp.shape[1],), torch.nan, dtype=buffer.dtype)
     whole = not missing.any()
-    reducer.reduce(out, inp.reshape(-1), group, op, reached=None if whole else reached)
+    reducer.reduce(out, inp.reshape(-1), world(), SUM, reached=None if whole else reached)
     found = torch.zeros(buffer.shape[1], dtype=buffer.dtype)
     found[~missing] = out
     return found
 
 
-def only(buffers: Tensor, plan: UnitPlan, reached: set[str]) -> Tensor:
-    """The buffers, zero for parameters that were not reached."""
-    missing = missing_mask(plan, reached)
-    return buffers.masked_fill(missing, 0)
-
-
-@on_ranks(3)
-def test_dense_parameters_alone_are_not_sent_in_a_message(rank: int, world_size: int) -> None:
-    plan = codec_plan(world_size, ALL[0], {"kind": "residual"})
-    reducer = unit_reducer(plan)
-    buffers = only(on_grid(world_size, plan.columns, 0), plan, {B, D})
-    found = reduce_part(reducer, buffers[rank], {B, D}, AVG)
-    torch.testing.assert_close(found, buffers[:, rank].mean(0), rtol=2.0**-23, atol=0)
-    assert reducer.wire_bytes == (world_size - 1) * 4 * (30 + 5)
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("codec", ALL[1:], ids=["sketch", "shared"])
+@pytest.mark.parametrize("codec", SKETCHES, ids=["sketch", "shared"])
 def test_thresholds_do_not_follow_the_zeros(
     rank: int, world_size: int, codec: dict[str, Any]
 ) -> None:
     """Where a backward reaches nothing that the codec selects from, first or in between."""
-    rules = {
-        "schema": 1,
-        "gradients": [
-            {"when": {"name": "a.*"}, "codec": codec},
-            {"when": {"name": "c.*"}, "codec": ALL[0]},
-        ],
-    }
-    plan = plan_of(2, torch.float32, Policy.load(rules))
+    plan = with_bits(codec)
     disturbed, quiet = unit_reducer(plan), unit_reducer(plan)
     for step in range(4):
         zeros = torch.zeros(2, plan.columns)
@@ -98,7 +77,7 @@ def test_ranks_that_reach_different_parameters_get_an_error(rank: int, world_siz
         buffer = on_grid(world_size, plan.columns, 0)[rank]
         with pytest.raises(DesyncError, match="some of its parameters only"):
             reduce_part(unit_reducer(plan), buffer, mine if rank == 0 else others)
-    plan = in_two_levels(codec_plan(4, ALL[0]), ALL[0])
+    plan = in_two_levels(codec_plan(4, BITS), BITS)
     for differs in (rank % 2, rank // 2):
         buffer = on_grid(4, plan.columns, 0)[rank]
         with (
@@ -108,17 +87,9 @@ def test_ranks_that_reach_different_parameters_get_an_error(rank: int, world_siz
             reduce_part(reducer, buffer, {A} if differs else {C})
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def reducer(label: str) -> UnitReducer:
-    cpu = torch.device("cpu")
-    plan = codec_plan(2, {"kind": "quantized"}, {"kind": "residual"})
-    plan = replace(plan, info=replace(plan.info, name=label))
-    return UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
+    plan = codec_plan(2, {"kind": "quantized"})
+    return unit_reducer(replace(plan, info=replace(plan.info, name=label)))
 
 
 @on_ranks(2)
@@ -155,19 +126,11 @@ def test_without_messages_a_stamp_tells(rank: int, world_size: int) -> None:
             assert f"of unit '{unit.plan.info.label}' got a message of another unit" in text
 
 
-SKETCH_AND_BITS = [
-    {"when": {"name": ["a.*"]}, "codec": {"kind": "sketch", "density": 0.3, "symbol": "int8x4"}},
-    {"when": {"name": ["c.*"]}, "codec": {"kind": "quantized"}},
-]
-
-
 @on_ranks(2)
 def test_a_sketch_that_a_part_left_out_begins_together(rank: int, world_size: int) -> None:
     """Before its first message a sketch gathers thresholds: not while others are elsewhere."""
-    cpu = torch.device("cpu")
-    rules = Policy.load({"schema": 1, "gradients": SKETCH_AND_BITS})
-    plan = plan_of(2, torch.float32, rules)
-    sketch = UnitReducer(plan, get_ops(cpu), cpu, Workspace(cpu), seed=1)
+    plan = with_bits(SKETCHES[0])
+    sketch = unit_reducer(plan)
     sketch.reduce(torch.empty(303), torch.ones(606), world(), SUM, reached={"c.weight"})
     unit = sketch if rank == 0 else reducer("other")
     shard, buffer = torch.empty(plan.columns), torch.randn(2 * plan.columns)

@@ -31,7 +31,7 @@ from tagc.handle import wrapper
 from tagc.policy import data_parallel_policies
 
 POLICIES = sorted(set(data_parallel_policies()) - {"auto"})
-WAYS = ("flat", "hosts", "replicas")
+WAYS = {"flat": 2, "hosts": 4, "replicas": 4}
 
 
 class Counted(TorchDispatchMode):
@@ -93,6 +93,12 @@ def trained(
     return local_weights(model) | state
 
 
+def same_bits(forced: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    for name, tensor in others.items():
+        if ".about" not in name:
+            assert torch.equal(forced[name], tensor), name
+
+
 NAMES = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
@@ -117,11 +123,7 @@ def cell(calls: Counter[str]) -> str:
 def documented(policy: str, way: str) -> str:
     text = (ROOT / "docs" / "architecture.md").read_text().split("## Collectives on NCCL")[1]
     (line,) = [line for line in text.splitlines() if line.startswith(f"| `{policy}` |")][:1]
-    return line.strip("| ").split(" | ")[1 + WAYS.index(way)]
-
-
-def ranks(way: str) -> int:
-    return 2 if way == "flat" else 4
+    return line.strip("| ").split(" | ")[1 + [*WAYS].index(way)]
 
 
 QUICK = [("attn-only", "flat"), ("hybrid", "hosts")]
@@ -131,8 +133,8 @@ QUICK = [("attn-only", "flat"), ("hybrid", "hosts")]
 @pytest.mark.parametrize(
     ("world_size", "policy", "way"),
     [
-        (ranks(way), policy, way) if (policy, way) in QUICK else slow(ranks(way), policy, way)
-        for policy, way in product(POLICIES, WAYS)
+        (ranks, policy, way) if (policy, way) in QUICK else slow(ranks, policy, way)
+        for policy, (way, ranks) in product(POLICIES, WAYS.items())
     ],
 )
 def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> None:
@@ -147,9 +149,7 @@ def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> Non
         others = trained(rank, None, "flat", dtypes_of=policy)
     else:
         others = trained(rank, policy, way)
-    for name, tensor in others.items():
-        if ".about" not in name:
-            assert torch.equal(forced[name], tensor), name
+    same_bits(forced, others)
 
 
 @pytest.mark.slow
@@ -160,9 +160,7 @@ def test_messages_inside_hosts_go_in_one_call(rank: int, world_size: int) -> Non
     with as_on_nccl():
         forced = trained(rank, policy, "hosts", calls)
     assert cell(calls) == "2 all-to-all, 2 all-gather"
-    for name, tensor in trained(rank, policy, "hosts").items():
-        if ".about" not in name:
-            assert torch.equal(forced[name], tensor), name
+    same_bits(forced, trained(rank, policy, "hosts"))
 
 
 @on_ranks(4)
@@ -178,5 +176,4 @@ def test_on_a_fast_link_the_calls_are_fsdps_own(rank: int, world_size: int) -> N
         forced = trained(rank, "auto", "hosts", calls)
     assert calls == native, (calls, native)
     assert len(dist.distributed_c10d._world.pg_map) == before
-    for name, tensor in weights.items():
-        assert torch.equal(forced[name], tensor), name
+    same_bits(forced, weights)

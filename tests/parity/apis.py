@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +18,10 @@ import tagc
 from tagc.attach import ddp
 from tagc.plan import UnitPlan
 
-from .ddp_options import DDP
-from .ddp_options import HOSTS as DDP_HOSTS
-from .fsdp1_options import FSDP1
 from .fsdp2_options import FSDP2, HOSTS, REPLICAS, REPLICATED
 from .model import Net
-from .option import DTYPES, Dtype, Option, two_by_two
+from .module_options import DDP, DDP_HOSTS, FSDP1
+from .option import DTYPES, Dtype, Option, some, two_by_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +30,9 @@ class Api:
 
     Attributes:
         options: by name.
-        native: shards a model for native FSDP.
-        wrapped: shards a model and wraps it with a rule, or with policy `dense`.
+        built: shards a model.
+        native: shards it for native FSDP, if that is another way.
+        wraps: options of `tagc.wrap`.
         gradients: the gradient shard ``[S]`` of every unit of a plan, in float64, in FSDP's
             columns.
         ranks: numbers of ranks that the plain option runs on, and dtypes in turn.
@@ -47,8 +46,9 @@ class Api:
     """
 
     options: Mapping[str, Option]
-    native: Callable[[Option, Dtype], Any]
-    wrapped: Callable[[Option, Dtype, dict[str, Any] | None], Any]
+    built: Callable[[Option, Dtype], Any]
+    native: Callable[[Option, Dtype], Any] | None = None
+    wraps: Callable[[], dict[str, Any]] = dict
     gradients: Callable[[Any, Sequence[UnitPlan]], list[Tensor]]
     ranks: Sequence[int] = (2, 3, 4, 5)
     dtypes: Sequence[str] = tuple(DTYPES)
@@ -56,6 +56,12 @@ class Api:
     same_bits: bool = True
     averages: bool = False
     refuses: Mapping[str, str] = field(default_factory=dict)
+
+    def wrapped(self, option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
+        """A model that is sharded and wrapped with a rule, or with policy `dense`."""
+        if policy is not None and option.names != "*":
+            policy = policy | {"when": {"name": option.names}}
+        return wrap(self.built(option, dtype), policy, **self.wraps())
 
 
 def built(option: Option, dtype: Dtype, **where: Any) -> Any:
@@ -89,14 +95,11 @@ def wrap(model: Any, policy: dict[str, Any] | None, **where: Any) -> Any:
             # No copy of a shard is its owner, to choose for the others.
             own = {key: value for key, value in policy["codec"].items() if key != "support"}
             spec["replicas"] = [policy | {"codec": own}]
-    with warnings.catch_warnings():
+    # With DDP, several units.
+    with patch.object(ddp, "UNIT_BYTES", 3000), warnings.catch_warnings():
         # Units as small as these may well cost more compressed.
         warnings.simplefilter("ignore")
         return tagc.wrap(model, spec, **where)
-
-
-def fsdp2_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None, **where: Any) -> Any:
-    return wrap(fsdp2_built(option, dtype), policy, **where)
 
 
 def gradients(model: Any, units: Sequence[UnitPlan], *, whole: bool = False) -> list[Tensor]:
@@ -119,11 +122,6 @@ def gradients(model: Any, units: Sequence[UnitPlan], *, whole: bool = False) -> 
 
 
 whole_gradients = partial(gradients, whole=True)
-
-
-def fsdp1_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
-    rule = policy and policy | {"when": {"name": option.names}}
-    return wrap(fsdp1_built(option, dtype), rule)
 
 
 def fsdp1_gradients(model: Any, units: Sequence[UnitPlan]) -> list[Tensor]:
@@ -152,52 +150,44 @@ def plain(name: str) -> str:
     return name
 
 
-def ddp_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None, **where: Any) -> Any:
-    with patch.object(ddp, "UNIT_BYTES", 3000):  # several units
-        return wrap(built(option, dtype), policy, **where)
-
-
-def replicas_wrapped(option: Option, dtype: Dtype, policy: dict[str, Any] | None) -> Any:
-    mesh = two_by_two()
-    return wrap(fsdp2_built(option, dtype, mesh=mesh["shard"]), policy, replicas=mesh["replicate"])
-
-
-hosts_wrapped = partial(fsdp2_wrapped, hosts=2)
+def on_hosts() -> dict[str, Any]:
+    return {"hosts": 2}
 
 
 APIS: dict[str, Api] = {
-    "FSDP2": Api(options=FSDP2, native=fsdp2_built, wrapped=fsdp2_wrapped, gradients=gradients),
+    "FSDP2": Api(options=FSDP2, built=fsdp2_built, gradients=gradients),
     "FSDP2, replicas": Api(
         options=REPLICAS,
+        built=lambda option, dtype: fsdp2_built(option, dtype, mesh=two_by_two()["shard"]),
         native=lambda option, dtype: fsdp2_built(option, dtype, mesh=two_by_two()),
-        wrapped=replicas_wrapped,
+        wraps=lambda: {"replicas": two_by_two()["replicate"]},
         gradients=gradients,
         ranks=(4,),
         replicas=2,
     ),
     "FSDP2, hosts": Api(
         options=HOSTS,
-        native=fsdp2_built,
-        wrapped=hosts_wrapped,
+        built=fsdp2_built,
+        wraps=on_hosts,
         gradients=gradients,
         ranks=(4,),
         same_bits=False,
     ),
     "replicate": Api(
         options=REPLICATED,
-        native=fsdp2_built,
-        wrapped=fsdp2_wrapped,
+        built=fsdp2_built,
         gradients=whole_gradients,
         # Without rules for parameters, whose dtypes matter in FSDP2.
         dtypes=[name for name, dtype in DTYPES.items() if not dtype.refused_changes],
     ),
     "replicate, hosts": Api(
-        options={
-            name: replace(REPLICATED[name], ranks=(4,))
-            for name in ("plain", "gradient_sync off", "force_sum_reduction", "tied weights")
-        },
-        native=fsdp2_built,
-        wrapped=hosts_wrapped,
+        options=some(
+            REPLICATED,
+            "plain; gradient_sync off; force_sum_reduction; tied weights",
+            ranks=(4,),
+        ),
+        built=fsdp2_built,
+        wraps=on_hosts,
         gradients=whole_gradients,
         ranks=(4,),
         dtypes=("fp32", "bf16"),
@@ -205,8 +195,7 @@ APIS: dict[str, Api] = {
     ),
     "FSDP1": Api(
         options=FSDP1,
-        native=fsdp1_built,
-        wrapped=fsdp1_wrapped,
+        built=fsdp1_built,
         gradients=fsdp1_gradients,
         averages=True,
         refuses={
@@ -216,8 +205,7 @@ APIS: dict[str, Api] = {
     ),
     "DDP": Api(
         options=DDP,
-        native=built,
-        wrapped=ddp_wrapped,
+        built=built,
         gradients=whole_gradients,
         dtypes=("fp32", "model in bf16", "model in fp64"),
         # Without a hook DDP multiplies by 1 / W instead of dividing by W, and gloo's ring adds up
@@ -227,8 +215,8 @@ APIS: dict[str, Api] = {
     ),
     "DDP, hosts": Api(
         options=DDP_HOSTS,
-        native=built,
-        wrapped=partial(ddp_wrapped, hosts=2),
+        built=built,
+        wraps=on_hosts,
         gradients=whole_gradients,
         ranks=(4,),
         dtypes=("fp32", "model in bf16"),

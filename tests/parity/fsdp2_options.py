@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from .option import (
     freeze_some,
     on_even_ranks,
     once,
+    some,
     synced,
     two_by_two,
     wrap_blocks,
@@ -97,10 +97,6 @@ def replicated(model: Any, **options: Any) -> None:
     replicate(model, **options)
 
 
-def replicated_in_one_unit(model: Any, **options: Any) -> None:
-    replicate(model, **options)
-
-
 def replicated_in_data_mesh(model: Any, **options: Any) -> None:
     replicated(model, mesh=two_by_two()["replicate"], **options)
 
@@ -136,10 +132,6 @@ SUMS = each(lambda module: module.set_force_sum_reduction_for_comms(True))
 
 def factor(value: float) -> Callable[[Any], None]:
     return each(lambda module: module.set_gradient_divide_factor(value))
-
-
-def factor_of_the_ranks(model: Any) -> None:
-    factor(float(dist.get_world_size()))(model)
 
 
 def explicit_prefetch(model: Any) -> None:
@@ -197,7 +189,6 @@ FSDP2: dict[str, Option] = {
     "force_sum_reduction": Option(
         shard=by_block, configure=SUMS, sums=True, divides=lambda ranks: ranks
     ),
-    "divide factor of the ranks": Option(shard=by_block, configure=factor_of_the_ranks),
     "divide factor 3, force_sum": Option(
         shard=by_block, configure=both(factor(3.0), SUMS), sums=True, divides=lambda ranks: 3
     ),
@@ -213,15 +204,11 @@ FSDP2: dict[str, Option] = {
     "is_last_backward": Option(shard=by_block, backward=last_flagged),
     "clip_grad_norm_": Option(shard=by_block, after=clip),
     "reshard_after_forward=False": Option(shard=partial(by_block, reshard_after_forward=False)),
-    "reshard_after_forward=True": Option(shard=partial(by_block, reshard_after_forward=True)),
     "reshard_after_forward=2": Option(shard=partial(by_block, reshard_after_forward=2), ranks=(4,)),
     "reshard_after_backward=False": Option(shard=by_block, backward=unsharded_between),
     "some parameters frozen": Option(prepare=freeze_some, shard=by_block),
     "a unit frozen": Option(prepare=freeze_a_unit, shard=by_block),
-    "unused parameters": Option(
-        net={"extra": True},
-        shard=by_block,
-    ),
+    "unused parameters": Option(net={"extra": True}, shard=by_block),
     "reduce_scatter_unused_params": Option(
         net={"extra": True}, shard=by_block, configure=unused_reduced
     ),
@@ -235,18 +222,12 @@ FSDP2: dict[str, Option] = {
     "CPU offload": Option(
         shard=partial(by_block, offload_policy=CPUOffloadPolicy(pin_memory=False))
     ),
-    "max_input_buffers=3": Option(
-        shard=by_block, configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)
-    ),
-    "separate reduce-scatter group": Option(
-        shard=by_block, configure=lambda model: model.set_separate_reduce_scatter_group()
-    ),
     "sharded by columns": Option(shard=by_columns),
-    "blocks in one group": Option(shard=blocks_together),
+    "blocks in one group": Option(shard=blocks_together, ranks=(3,)),
     "explicit prefetch": Option(shard=by_block, configure=explicit_prefetch),
     "units called twice": Option(net={"times": 2}, shard=by_block),
     "several parameter groups": Option(shard=in_two_meshes, backward=alike_in_pairs, ranks=(4,)),
-    "hybrid mesh": Option(shard=in_hybrid_mesh, ranks=(4,)),
+    "hybrid mesh": Option(shard=in_hybrid_mesh, backward=not_replicated, ranks=(4,)),
     "tensor parallel blocks": Option(
         prepare=split_blocks, shard=in_data_mesh, backward=alike_in_pairs, ranks=(4,)
     ),
@@ -288,74 +269,38 @@ REPLICAS: dict[str, Option] = {
     "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
 }
 # On hosts of two ranks.
-HOSTS: dict[str, Option] = (
-    {
-        name: replace(option, ranks=(4,))
-        for name, option in FSDP2.items()
-        if name
-        in (
-            "plain",
-            "one unit",
-            "force_sum_reduction",
-            "divide factor 3, force_sum",
-            "divide factor 7",
-            "gradient_sync off",
-            "accumulation with sync",
-            "some parameters frozen",
-            "a unit frozen",
-            "reduce_scatter_unused_params",
-            "loss in chunks",
-            "tied weights",
-            "checkpoint inside",
-            "CPU offload",
-            "sharded by columns",
-            "an all-gather of their own",
-        )
-    }
-    | {
-        name: replace(REPLICAS[name], ranks=(4,))
-        for name in ("requires_all_reduce off", "requires_all_reduce off, sums")
-    }
-    | {
-        "three hosts": Option(shard=by_block, ranks=(6,)),
-    }
-)
+HOSTS: dict[str, Option] = {
+    **some(
+        FSDP2,
+        "plain; one unit; force_sum_reduction; divide factor 3, force_sum; divide factor 7; "
+        "gradient_sync off; accumulation with sync; some parameters frozen; a unit frozen; "
+        "reduce_scatter_unused_params; loss in chunks; tied weights; checkpoint inside; "
+        "CPU offload; sharded by columns; an all-gather of their own",
+        ranks=(4,),
+    ),
+    **some(REPLICAS, "requires_all_reduce off; requires_all_reduce off, sums", ranks=(4,)),
+    "three hosts": Option(shard=by_block, ranks=(6,)),
+}
 REPLICATED: dict[str, Option] = {
-    name: replace(option, shard=replicated)
-    for name, option in FSDP2.items()
-    if name
-    in (
-        "plain",
-        "force_sum_reduction",
-        "divide factor 3, force_sum",
-        "gradient_sync off",
-        "accumulation with sync",
-        "is_last_backward",
-        "clip_grad_norm_",
-        "some parameters frozen",
-        "a unit frozen",
-        "unused parameters",
-        "reduce_scatter_unused_params",
-        "unused on odd ranks",
-        "tied weights",
-        "checkpoint inside",
-        "explicit prefetch",
-        "units called twice",
-        "saved and resumed",
-        "frozen after wrap",
-    )
-} | {
-    "one unit": Option(shard=replicated_in_one_unit),
+    **some(
+        FSDP2,
+        "plain; force_sum_reduction; divide factor 3, force_sum; gradient_sync off; "
+        "accumulation with sync; is_last_backward; clip_grad_norm_; some parameters frozen; "
+        "a unit frozen; unused parameters; reduce_scatter_unused_params; unused on odd ranks; "
+        "tied weights; checkpoint inside; explicit prefetch; units called twice; "
+        "saved and resumed; frozen after wrap",
+        shard=replicated,
+    ),
+    "one unit": Option(shard=lambda model, **options: replicate(model, **options)),
     # Divided before the sum.
     "divide factor 7": Option(shard=replicated, configure=factor(7.0), sums=True),
     "requires_all_reduce off": Option(shard=replicated, backward=not_replicated),
     "CPU offload": Option(
         shard=partial(replicated, offload_policy=CPUOffloadPolicy(pin_memory=False))
     ),
-    "tensor parallel blocks": replace(
-        FSDP2["tensor parallel blocks"], shard=replicated_in_data_mesh
-    ),
-    "tensor parallel blocks, resumed": replace(
-        FSDP2["tensor parallel blocks, resumed"], shard=replicated_in_data_mesh
+    **some(
+        FSDP2,
+        "tensor parallel blocks; tensor parallel blocks, resumed",
+        shard=replicated_in_data_mesh,
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class Option:
     names: str = "*"
     refused: str = ""
     refused_dense: str = ""
+
+
+def some(options: Mapping[str, Option], names: str, **changes: Any) -> dict[str, Option]:
+    """Options by name, with other attributes."""
+    return {name: replace(options[name], **changes) for name in names.split("; ")}
 
 
 def wrap_blocks(model: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,28 +13,17 @@ from torch import Tensor
 
 import tagc
 from support.conservation import for_shards, laid_out, planned
-from support.launching import launch, sketch_of
+from support.launching import launch
 from tagc.codecs.matrix import MatrixPlan
-from tagc.codecs.sketch import SketchPlan
 from tagc.collect import UnitReducer
 from tagc.ops import Ops
 from tagc.ops.launches import Expand, QuantizeMatrix
-from tagc.plan import Segment
 from tagc.plan.part import Part
 
 from .apis import Api
 from .option import F16, F32, F64, Dtype, Option, two_by_two
 
 Divisors = Callable[[int], tuple[float, float]]
-
-
-def _is_matrix(segment: Segment) -> bool:
-    return isinstance(segment.codec, MatrixPlan)
-
-
-def _first(sent: Sequence[Tensor]) -> Tensor:
-    """The columns of slices, encoded for every owner at once."""
-    return torch.cat([one for one in sent if len(one) > 1], 1)
 
 
 @contextmanager
@@ -65,10 +53,11 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         sent.clear()
         reduce_(self, out, inp, *how, reached=reached)
         add(self, size)
-        matrices = [segment for segment in self.plan.segments if _is_matrix(segment)]
+        matrices = self.plan.of(MatrixPlan)
         if matrices and sent:
-            # After these come sums of slices.
-            of_segments = torch.cat(sent, 1) if self.plan.shots is None else _first(sent)
+            # After slices, encoded for every owner at once, come their sums.
+            whole = self.plan.shots is None
+            of_segments = torch.cat([one for one in sent if whole or len(one) > 1], 1)
             widths = [self.residuals[s.start].shape[1] for s in matrices]
             pieces = of_segments.split(widths, 1)
             found = {s.start: piece for s, piece in zip(matrices, pieces, strict=True)}
@@ -168,27 +157,3 @@ def bound(ranks: int, reductions: int, dtype: Dtype) -> float:
 def tiny(dtype: Dtype) -> float:
     """Where numbers have no more bits to lose relatively."""
     return 64 * 2.0**-24 if dtype.reduced == F16 else 0.0
-
-
-def check_steps(wrapped: Any, how: Divisors, owed: Sequence[Tensor]) -> None:
-    """Nobody owes an element more than half a step of its shard's."""
-    compressor = tagc.compressor(wrapped)
-    for i, reducer in enumerate(compressor.reducers):
-        plan, W = reducer.plan, reducer.plan.info.world_size
-        own = compressor.units[i].group.rank()
-        if plan.all_reduced:
-            own %= plan.info.ranks_per_host
-        rows = plan.messages.made
-        if reducer.programs.sketches is None:
-            continue
-        sketch = sketch_of(reducer)
-        for j, segment in enumerate(plan.of(SketchPlan)):
-            row = own // plan.info.ranks_per_host
-            half = sketch.step[j, row].item() / 2
-            # Thresholds are sizes of elements, and steps a small part of them.
-            assert 2 * half <= 2**-14 * sketch.threshold[j, row].item()
-            most = plan.peers * half / math.prod(how(W))
-            of_segment = {segment.start: torch.ones(rows, segment.columns)}
-            here = for_shards(plan, laid_out(plan, of_segment))[own] > 0
-            left = owed[i].view(-1, plan.buffer_columns)[own if plan.all_reduced else 0]
-            assert bool((left[here].abs() <= most * (1 + 2**-20)).all())

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import tagc
 from parity.fsdp2_options import by_block
 from parity.model import Net
-from parity.option import wrap_blocks
 
 WEIGHTS = {
     "schema": 1,
@@ -50,26 +49,20 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
 class Twice(nn.Module):
     """Calls its block twice, once in a checkpoint."""
 
-    def __init__(self, model: Any, reentrant: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.reentrant = model, reentrant
+        self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.model.embed(tokens)
         for block in (*self.model.blocks, *self.model.blocks):
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, use_reentrant=True)
         return self.model.head(x)
 
 
-def recomputing(how: str) -> Any:
-    """A sharded model that recomputes its blocks in backward: by a checkpoint ``inside`` of each,
-    torch's ``wrapper`` around each, or one ``around`` sharded blocks that are each called twice
-    (``reentrant around``)."""
-    model = net(recompute=how == "inside")
-    if how == "wrapper":
-        wrap_blocks(model)
-    if "around" not in how:
-        return sharded(model)
+def recomputing() -> Any:
+    """A model whose sharded blocks are each called twice, in checkpoints around them."""
+    model = net()
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(Twice(model, reentrant=how.startswith("reentrant")))
+    return fully_shard(Twice(model))

@@ -1,4 +1,4 @@
-"""Policies for parameters in FSDP2's all-gather, a look at every gather, and exact sums."""
+"""Policies for parameters in FSDP2's all-gather, and a look at every gather."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tagc
-from tagc.collect import Phase, UnitGatherer, UnitReducer
+from tagc.collect import Phase, UnitGatherer
 
 INT8 = {"kind": "quantized", "bits": 8, "block": 32}
 KEPT = INT8 | {"keep_for_backward": True}
@@ -25,20 +25,6 @@ def gathering(codec: dict[str, Any], name: str | list[str] = "*.weight") -> dict
         "gradients": [{"when": {}, "codec": {"kind": "dense"}}],
         "parameters": [{"when": {"name": name}, "codec": codec}],
     }
-
-
-@contextmanager
-def gradients_on_grid() -> Iterator[None]:
-    """Round gradients to a grid before they are reduced: a few dozen such numbers add up exactly,
-    in any order. Enter it before `tagc.wrap`."""
-    original = UnitReducer.reduce
-
-    def reduce(self: UnitReducer, out: Tensor, inp: Tensor, *rest: Any, **how: Any) -> None:
-        inp.mul_(2**10).round_().clamp_(-(2**15), 2**15).div_(2**10)
-        original(self, out, inp, *rest, **how)
-
-    with patch.object(UnitReducer, "reduce", reduce):
-        yield
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import tagc
+from support.block_net import wrap
 from support.units import policy
 
 
@@ -97,7 +96,4 @@ def of_replicas(t: Tensor, mesh: DeviceMesh) -> list[Tensor]:
 
 def wrapped(policy: dict[str, Any]) -> tuple[Any, DeviceMesh]:
     model, replicas = two_by_two()
-    with warnings.catch_warnings():
-        # Units as small as these may send more when compressed.
-        warnings.simplefilter("ignore")
-        return tagc.wrap(model, {"schema": 1, **policy}, replicas=replicas), replicas
+    return wrap(model, {"schema": 1, **policy}, replicas=replicas), replicas

@@ -113,18 +113,22 @@ def plan_of(
         return build_plan([info], rules).units[0]
 
 
-def unit_reducer(plan: UnitPlan, ops: str = "reference") -> UnitReducer:
-    device = torch.device("cpu")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return UnitReducer(plan, get_ops(device, ops), device, Workspace(device), seed=7, rank=rank)
+def unit_reducer(plan: UnitPlan, ops: str = "reference", **options: Any) -> UnitReducer:
+    cpu = torch.device("cpu")
+    options["rank"] = dist.get_rank() if dist.is_initialized() else 0
+    return UnitReducer(plan, get_ops(cpu, ops), cpu, Workspace(cpu), seed=7, **options)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def reduce(reducer: UnitReducer, inp: Tensor, op: Any = AVG) -> Tensor:
     """This rank's shard; unwritten elements are NaN."""
     out = torch.full((reducer.plan.columns,), torch.nan, dtype=inp.dtype)
-    group = dist.group.WORLD
-    assert group is not None
-    reducer.reduce(out, inp.clone().view(-1), group, op)
+    reducer.reduce(out, inp.clone().view(-1), world(), op)
     return out
 
 
