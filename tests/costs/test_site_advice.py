@@ -97,13 +97,6 @@ def test_of_the_command(capsys: Any) -> None:
     assert "half-bit" in data["refused"]
 
 
-def test_explain_refuses() -> None:
-    with pytest.raises(tagc.PolicyError, match="has no section sites"):
-        tagc.explain(SHAPES, "hybrid", world_size=4, sites=2)
-    with pytest.raises(ValueError, match="5 ranks do not divide among 2 sites"):
-        tagc.explain(SHAPES, "sites", world_size=5, sites=2)
-
-
 def test_the_memory_of_units_that_are_exchanged_at_once() -> None:
     """Buffers of 2**24 elements, and as many changes."""
     units, at_once = 20, 16
