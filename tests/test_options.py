@@ -34,7 +34,7 @@ VALUES = {
     "overlap": "0.5",
     "param_dtype": "fp32",
     "plot": "plot.png",
-    "policy": "hybrid-3d",
+    "policy": "mz-hybrid",
     "ranks_per_host": "2",
     "replicas": "2",
     "shard_bandwidth": "1GB",
@@ -55,8 +55,13 @@ MODES = {
         *("--world 8 --policy auto --bandwidth 1Gbit", "--world 8 --param-dtype fp32"),
     ),
     "advise": (
-        *(MESH, *BOTH, f"{ONE_RANK} --latency 1ms", f"{MESH} --ranks-per-host 8"),
-        *("--world 8 --step-time 1ms", "--sites 4 --step-time 20us --overlap 0.1"),
+        *(
+            MESH,
+            *BOTH,
+            f"{ONE_RANK} --latency 1ms",
+            f"{MESH} --ranks-per-host 8 --inside-bandwidth 1GB",
+        ),
+        *("--world 8 --step-time 1ms", "--sites 4 --step-time 10ms --overlap 0.1 --policy hosts"),
         *("--world 8 --param-dtype fp32", "--world 8 --device cpu --memory-bandwidth 1TB"),
     ),
 }

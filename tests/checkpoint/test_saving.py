@@ -133,26 +133,6 @@ def test_files_that_the_marker_may_name_stay(rank: int, world_size: int) -> None
         equal(tested.compressor.state_dict(), now)
 
 
-@on_ranks(2)
-def test_old_files_that_cannot_be_removed(rank: int, world_size: int) -> None:
-    """The save is done; what is left is removed by the next."""
-
-    def fail(*_: Any) -> None:
-        raise OSError("busy")
-
-    with shared_folder() as folder:
-        tested = Run(rank, folder)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "clean", fail)
-            if rank == 0:
-                with pytest.warns(UserWarning, match="earlier saves are left in it: busy"):
-                    tested.compressor.save(folder)
-            else:
-                tested.compressor.save(folder)
-        assert len(names_in(folder)) == len(tested.names) + 2
-        tested.check_next()
-
-
 # What the committing rank looks at
 
 SAVE = "0123456789abcdef"

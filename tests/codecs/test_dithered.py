@@ -11,7 +11,6 @@ import torch.distributed as dist
 from support.distributed import on_ranks
 from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.codecs.quantized import STAGES, dither_seeds
-from tagc.ops.launches import seeds_of
 from tagc.policy import Policy, PolicyError
 
 BLOCK = 32
@@ -60,12 +59,3 @@ def test_what_is_right_on_average_owes_nothing():
     policy["gradients"][0]["feedback"] = {"kind": "residual"}
     with pytest.raises(PolicyError, match="rounding 'stochastic'; choose none"):
         Policy.load(policy)
-
-
-def test_seeds_of_parameters_follow_what_changes():
-    """They count nothing, so that a copy that is loaded goes on with the same."""
-    changes = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
-    seed = seeds_of(changes)
-    assert torch.equal(seeds_of(changes.clone()), seed)
-    for factor in (1.0001, 2.0, 0.7):
-        assert not torch.equal(seeds_of(changes * factor), seed)
