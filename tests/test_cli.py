@@ -9,29 +9,20 @@ import pytest
 import torch
 
 import tagc
+from support.policy_files import BASE
 from tagc.commands.cli import _parser, main
 from tagc.costs.shapes import synthetic
 from tagc.policy import policies
 from tagc.selfcheck import every_call
 
 PEEL = next(call for call in every_call() if call.operator == "peel")
-GOOD = """
-schema: 1
-gradients:
-  - when: {role: attention}
-    codec: {kind: sketch, density: 0.1}
-  - when: {}
-    codec: {kind: dense}
-"""
 
 
 def test_validate_good(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    file.write_text(GOOD)
+    file.write_text(BASE)
     assert main(["validate", str(file)]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"ok {file}: 2 rules (2 for gradients)\n"
-    assert err == ""
+    assert capsys.readouterr() == (f"ok {file}: 2 rules (2 for gradients)\n", "")
 
 
 def test_exit_status_reaches_the_shell(capsys, monkeypatch):

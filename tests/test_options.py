@@ -59,7 +59,7 @@ MODES = {
             MESH,
             *BOTH,
             f"{ONE_RANK} --latency 1ms",
-            f"{MESH} --ranks-per-host 8 --inside-bandwidth 1GB",
+            f"{MESH} --ranks-per-host 8 --inside-bandwidth 1GB --latency 1ms",
         ),
         *("--world 8 --step-time 1ms", "--sites 4 --step-time 10ms --overlap 0.1 --policy hosts"),
         *("--world 8 --param-dtype fp32", "--world 8 --device cpu --memory-bandwidth 1TB"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -221,18 +220,6 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int) -> None:
 
 def meet(ranks: list[int], name: str = "test") -> Meeting:
     return Meeting(name, ranks, doing="testing", remedy="Do alike")
-
-
-@on_ranks(2)
-def test_nothing_in_the_store_is_unpickled(rank: int, world_size: int) -> None:
-    """A pickle may run any code."""
-    tested = meet([0, 1])
-    if rank == 0:
-        with pytest.raises(ValueError, match="can't decode byte 0x80"):
-            tested.together("first", lambda: None)
-    else:
-        message: Any = pickle.dumps({"progress": "first", "error": None, "result": None})
-        tested._store.set("1/1", message)
 
 
 def fail() -> None:

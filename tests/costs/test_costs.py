@@ -1,40 +1,28 @@
-"""Bytes and seconds of a unit against numbers worked out by hand, what really is sent, and how the
-speed of a codec is measured."""
+"""Bytes and seconds of a unit against numbers worked out by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import tagc
-from support.distributed import on_ranks
-from support.units import unit_plan, unit_reducer
-from tagc.collect import Transport
 from tagc.costs import (
     Link,
     Speed,
     StepCost,
     Traffic,
     Workload,
-    auto,
     codec_seconds,
-    measure_speeds,
     measured_time,
     memory_time,
     no_time,
-    speed,
     speed_key,
     traffic,
     unit_seconds,
 )
 from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.costs.shapes import synthetic
-from tagc.ops import get_ops
 from tagc.plan import (
     UnitInfo,
     UnitParam,
@@ -196,39 +184,6 @@ def test_the_least_that_codecs_move(options: dict, bytes_: float) -> None:
     assert codec_seconds(plan(**options), memory_time(1e9)) == pytest.approx(bytes_ / 1e9)
 
 
-@on_ranks(3)
-def test_the_formula_is_what_is_sent(rank: int, world_size: int) -> None:
-    """Bytes and collectives of a unit with sketched and dense columns, and of a dense one."""
-    started: list[str] = []
-
-    def counting(name: str) -> Any:
-        original = getattr(Transport, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started.append(name)
-            return original(*args, **kwargs)
-
-        return patch.object(Transport, name, call)
-
-    def reduce(columns: int, reducer: Any) -> tuple[int, int]:
-        started.clear()
-        before, group = reducer.wire_bytes, dist.group.WORLD
-        buffer = torch.randn(world_size * columns)
-        reducer.reduce(torch.empty(columns), buffer, group, dist.ReduceOp.AVG)
-        return len(started), reducer.wire_bytes - before
-
-    unit, dense = unit_plan(world_size), plan(DENSE, world_size)
-    reducer = unit_reducer(unit)
-    with counting("all_to_all"), counting("reduce_scatter"), counting("all_reduce"):
-        reduce(unit.columns, reducer)  # the first one also agrees on thresholds
-        collectives, sent = reduce(unit.columns, reducer)
-        expected = traffic(unit)
-        assert collectives == expected.collectives == 3
-        # The counts' bytes are rounded down.
-        assert abs(sent - expected.all_to_all - expected.ring - expected.reduced) < 1
-        assert reduce(COLUMNS, unit_reducer(dense)) == (1, traffic(dense).reduced)
-
-
 def test_a_link() -> None:
     """16 ranks on 2 hosts: each of 8 sends 8 of its 15 messages over the link; a ring crosses it
     once; between hosts all ranks send."""
@@ -282,33 +237,3 @@ def test_one_level_has_whole_parameters() -> None:
     param = UnitParam(name="weight", shape=(8, 6), local=(4, 6), columns=12)
     unit = replace(info(4, ranks_per_host=2, replicated=True), params=(param,))
     assert unit.in_one_level().params[0].columns == 24
-
-
-# Speeds of codecs
-
-
-WRAPPED = [name for name in tagc.policies() if tagc.Policy.load(name).sites is None]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "dtype"),
-    [(False, torch.float32), (True, torch.bfloat16)],
-)
-def test_every_codec_of_the_shipped_policies_has_a_speed(
-    parameters: bool, dtype: torch.dtype
-) -> None:
-    """Whatever a plan holds is among what is measured for it."""
-    timed: dict[str, Speed] = {}
-    with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}):
-        for name in WRAPPED:
-            codecs = auto.codecs_of(tagc.Policy.load(name), dtype, 2, parameters=parameters)
-            new = [c for c in codecs if speed_key(c) not in timed]
-            ops, device = get_ops("cpu", "reference"), torch.device("cpu")
-            timed |= measure_speeds(new, ops, device, dtype, repeats=1)
-    assert all(found.encode > 0 and found.decode > 0 for found in timed.values())
-    link, shapes = Link(bandwidth=1e3), {p.name: p.shape for p in synthetic(1_000_000).params}
-    for name in WRAPPED:
-        plan = tagc.explain(shapes, name, world_size=2, link=link, parameter_dtype=torch.bfloat16)
-        for unit in plan.all_units:
-            if unit.compressed and (unit.direction == "parameters") == parameters:
-                assert {speed_key(s.codec) for s in unit.segments} <= set(timed)

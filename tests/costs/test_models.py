@@ -117,13 +117,6 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"neither safetensors files nor a config\.json"):
-        load_model(str(tmp_path))
-    with pytest.raises(ModelError, match="holds no model: neither a config"):
-        load_model(write(tmp_path / "x.json", {"a": 1}))
-
-
 # Functions
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import tagc
-from tagc.codecs import Special
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import ModelShapes
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.plan.table import Row, merged
-from tagc.policy import Policy, PolicyError
+from tagc.policy import Policy
 
 DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
 SHAPES = {
@@ -79,17 +78,6 @@ def test_compressing_nothing_is_answered_with_number_and_key(tmp_path: Path):
         assert sum(row.why_dense == "" for row in plan.rows) == 8
         with pytest.raises(tagc.PolicyError, match="min_numel: 4096"):
             tagc.explain(lora, "one-bit", world_size=2, ddp=ddp)
-
-
-def test_frozen_values_that_few_bits_cannot_carry_are_a_reason():
-    param = UnitParam(
-        name="mask", shape=(256, 256), columns=32768, frozen=True, special=Special.NOT_FINITE
-    )
-    unit = UnitInfo(name="", params=(param,), world_size=2, dtype=torch.float32)
-    rules = [{"when": {"name": "*"}, "codec": {"kind": "quantized"}}]
-    policy = Policy.load({"schema": 1, "gradients": DENSE, "parameters": rules})
-    with pytest.raises(PolicyError, match="frozen, with values that are not finite"):
-        build_plan([], policy, gathers=[unit])
 
 
 # Warnings

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
+from tagc.selfcheck import KernelError, check, every_call
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
@@ -107,18 +107,3 @@ def test_inputs_have_what_kernels_stumble_over(operator):
         assert (x == 0).any()
         results = case.run(REFERENCE, Tensor.clone)
         assert any((result != case.tensors[name]).any() for name, result in results.items())
-
-
-def test_calls_are_noted_once():
-    new = []
-    recorder = Recorder(REFERENCE, lambda: new.append(1))
-    call = ONE_OF_EACH["dequantize"]
-    case = case_of(call)
-    for _ in range(2):
-        case.run(recorder.ops, Tensor.clone)
-    (noted,) = recorder.calls
-    assert noted == Call(
-        "dequantize", (1, 8), (("message", torch.int32), ("out", call.dtype("out"))),
-        case.call.options,
-    )  # fmt: skip
-    assert new == [1]

@@ -93,23 +93,6 @@ def test_a_doubt_stays_until_it_is_known(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_doubt_outlives_a_state_that_does_not_arrive(rank: int, world_size: int) -> None:
-    site = joined(rank, world_size)
-    train(site.model, site.optimizer, rank, range(2))
-    owed = site.exchange._owed
-    site.exchange._doubts = {7: owed}
-    with patch.object(site.manager, "errored", return_value=RuntimeError("no state")):
-        error = site.exchange._commit(site.exchange._begin())
-    assert "could not connect to the others, or load their state" in str(error)
-    assert site.exchange._doubts == {7: owed}
-    # Nothing of the failed attempt is in the state.
-    for anchor, before in zip(site.exchange.anchors, owed, strict=True):
-        equal(anchor.reducer.residuals, before.residuals)
-    site.exchange._heal(site.exchange._sent() | {"counted": [5, 7]})
-    assert site.exchange._owed is owed
-
-
-@on_ranks(2)
 def test_too_many_attempts_are_an_error_that_names_the_last(rank: int, world_size: int) -> None:
     """What the site owes is what it owed before."""
     site = joined(rank, world_size)
@@ -210,15 +193,6 @@ def test_refusals(
     site = ElasticSite(rank, world_size, [Round((0, 1))], rules)
     vars(site.manager).update(manager)
     assert message in fails(site.start)[1]
-
-
-@on_ranks(2)
-def test_another_policy_is_refused_where_it_joins(rank: int, world_size: int) -> None:
-    site = joined(rank, world_size)
-    sent = site.exchange._sent()
-    kind, text = fails(lambda: site.exchange._heal(sent | {"identity": "plan 0123"}))
-    assert kind == "ValueError"
-    assert "the others have plan 0123: start it with the same model" in text
 
 
 @on_ranks(2)
