@@ -92,11 +92,7 @@ def test_every_command_has_examples_that_parse(capsys):
 def test_json_is_what_programs_read(capsys):
     assert main(["policies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert main(["policies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [tuple(line.split(maxsplit=1)) for line in lines] == list(policies().items())
     assert {entry["name"]: entry["about"] for entry in listed} == policies()
-
     command = ["explain", "1e7", "--world", "8", "--policy", "hosts", "--json"]
     assert main(command) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -106,9 +102,6 @@ def test_json_is_what_programs_read(capsys):
         {p.name: p.shape for p in shapes.params}, "hosts", world_size=8,
         parameter_dtype=torch.bfloat16,
     )  # fmt: skip
-    for direction, sums in answer["directions"].items():
-        rows = [row for row in plan.rows if row.direction == direction]
-        assert sums["wire_bytes"] == pytest.approx(sum(row.wire_bytes for row in rows))
     assert answer["memory"]["peak"] == plan.memory.peak
     assert sum(row["alike"] for row in answer["rows"]) == len(plan.rows)
 

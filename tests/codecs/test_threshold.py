@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from support import oracle
 from support.launching import launch
-from tagc.codecs.sketch.plan import SLACK, quantization_step, step_scale
-from tagc.codecs.sketch.threshold import (
-    STATES as NAMES,
-)
+from tagc.codecs.sketch.plan import SLACK, quantization_step
 from tagc.codecs.sketch.threshold import (
     Goals,
-    ThresholdStart,
     mean_threshold,
     neutral,
     sampled_threshold,
@@ -27,7 +23,7 @@ from tagc.ops import ABOVE, KEPT, get_ops
 from tagc.ops.program import Place
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import BOOST, MAX_THRESHOLD, MIN_THRESHOLD, STATES, STEP, THRESHOLD
+from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, STATES, THRESHOLD
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
@@ -61,8 +57,7 @@ class Steering:
             (place,) = step.places
             assert place is not None
             launch(step.operator, self.state[place.index(0)])
-        self.threshold, self.boost, self.step = (self.state[i] for i in (THRESHOLD, BOOST, STEP))
-        self.scale = options.get("scale", (0.0,) * len(target))
+        self.threshold = self.state[THRESHOLD]
         self._goals, self._place = Goals(tuple(target), **options), Place("", (), torch.float32)
         self._aims = torch.empty(4, len(target))
         launch(self._goals.setting(self._place).operator, self._aims)
@@ -70,12 +65,6 @@ class Steering:
     def update(self, counts):
         steering = self._goals.steering(self._place, self._place, self._place)
         launch(steering.operator, counts, self._aims, self.state, ops="cpu")
-
-    def start(self, threshold):
-        launch(ThresholdStart(self.scale), threshold.view(1, -1), self.state)
-
-    def named(self):
-        return {name: self.state[row] for name, row in NAMES.items()}
 
 
 class Run:
@@ -189,22 +178,6 @@ def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
     median = float(np.median(sizes))
     assert 0.9 < fixed.threshold.item() / median < 1.1
     assert learning.threshold.item() < median / 100
-
-
-def test_steps_follow_the_thresholds():
-    """From the first step on, with the boost."""
-    symbols = [SYMBOL, SYMBOLS["int32x1"]]
-    steering = Steering(
-        [2000.0, 2000.0], 2, max_boost=(4.0, 1.0),
-        scale=tuple(step_scale(symbol, symbol.levels(W)) for symbol in symbols),
-    )  # fmt: skip
-    steering.start(torch.tensor([[0.3, 5.0], [0.3, 5.0]]))
-    for _ in range(3):
-        for i, symbol in enumerate(symbols):
-            step = quantization_step(steering.threshold[i], symbol, symbol.levels(W))
-            assert torch.equal(steering.step[i], step * steering.boost[i])
-        steering.update(torch.tensor([3000, 9000, 2000, 100], dtype=torch.int32).repeat(2, 2, 1))
-    assert steering.boost.tolist() == [[4, 4], [1, 1]]
 
 
 @pytest.mark.parametrize(

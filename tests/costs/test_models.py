@@ -106,9 +106,6 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     assert shapes(several) == PARAMETERS
     assert several.source.startswith("model.safetensors.index.json of 2 files, BF16/F32")
     assert load_model(str(tmp_path)) == several
-    (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"cannot read .*b\.safetensors: No such file"):
-        load_model(str(index))
     save_file({"other": torch.zeros(1, dtype=torch.float32)}, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match=r"names scale in b\.safetensors, but it is not there"):
         load_model(str(index))

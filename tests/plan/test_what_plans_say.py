@@ -16,7 +16,6 @@ from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.plan.table import Row, merged
 from tagc.policy import Policy
 
-DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
 SHAPES = {
     "embed_tokens.weight": (4096, 64),
     "layers.0.mlp.up_proj.weight": (256, 64),
