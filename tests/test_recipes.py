@@ -178,10 +178,15 @@ def test_transformers_trainer_resumes_as_if_it_had_not_stopped(
     assert losses(rest) == losses(whole)[8:]
 
 
-def test_accelerate_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_accelerate_resumes_as_if_it_had_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
-    command = [*TORCHRUN, *on_cpu(), recipe("accelerate_fsdp2")]
-    check_fewer_bytes(resumes(tmp_path, *command))
+    if how == "DDP":  # what Accelerate takes without GPUs
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    stand_in = on_cpu() if how == "FSDP2" else []
+    check_fewer_bytes(resumes(tmp_path, *TORCHRUN, *stand_in, recipe("accelerate_fsdp2")))
 
 
 TITAN = [
@@ -226,15 +231,6 @@ def test_torchtitans_other_dimensions(tmp_path: Path, config: str, dimension: st
     assert coded != dense
     assert coded[0] == pytest.approx(dense[0], rel=0.002)
     assert coded[-1] == pytest.approx(dense[-1], rel=0.03)
-
-
-def test_accelerate_with_ddp_resumes_as_if_it_had_not_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What Accelerate takes without GPUs."""
-    pytest.importorskip("accelerate", reason="pip install tagc[recipes]")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    check_fewer_bytes(resumes(tmp_path, *TORCHRUN, recipe("accelerate_fsdp2")))
 
 
 def on_cpu() -> list[str]:

@@ -12,7 +12,6 @@ from tagc.costs.dimensions import (
     activation_traffic,
     advise_dimensions,
     data_ranks,
-    parse_mesh,
     place,
 )
 from tagc.costs.link import Link
@@ -66,12 +65,6 @@ def test_experts() -> None:
     assert ep.elements == 4 * 2 * 1 / 2 * 10 * 2 * 8
     with pytest.raises(ModelError, match="no experts"):
         activation_traffic(synthetic(10**7), policy, {"ep": 2}, tokens=1, itemsize=2)
-
-
-@pytest.mark.parametrize("text", ["tp", "tp=0", "xy=2", "tp=2,tp=2"])
-def test_meshes_that_are_none(text: str) -> None:
-    with pytest.raises(ModelError, match=r"no mesh|none of"):
-        parse_mesh(text)
 
 
 def test_neighbours_differ_in_the_last_dimension() -> None:

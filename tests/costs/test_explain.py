@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
+from support.uneven_block import Block
 from tagc.attach import ddp
 from tagc.commands.cli import main
 from tagc.plan import format_bytes
@@ -27,14 +28,6 @@ def run(capsys: Any, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.Linear(65, 129)
-        self.up_proj = nn.Linear(129, 255)
-        self.experts = nn.ModuleList(nn.Linear(31, 31) for _ in range(2))
-
-
 class Net(nn.Module):
     """Sizes that no number of ranks divides, tied weights, and a frozen matrix."""
 
@@ -42,10 +35,9 @@ class Net(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(301, 63)
         self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(65)
         self.lm_head = nn.Linear(63, 301, bias=False)
         self.lm_head.weight = self.wte.weight
-        self.get_parameter("layers.1.up_proj.weight").requires_grad_(False)
+        self.get_parameter("layers.1.mlp.up_proj.weight").requires_grad_(False)
 
 
 @on_ranks()

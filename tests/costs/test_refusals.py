@@ -74,6 +74,7 @@ def written(path: Path, data: object) -> Path:
         ([*OF_1M, "4", "--ddp", "--policy", "half-bit"], "feedback.lead 'measured'"),
         ([*OF_1M, "8", "--policy", "sites"], "give their number, at least 2 (--sites)"),
         (["explain", "7B", "--mesh", "tp=8"], "give --tokens"),
+        (["explain", "7B", "--mesh", "tp=0"], "no mesh"),
         (["explain", "7B", "--mesh", "xy=2"], "none of"),
         ([*OF_7B, "--bandwidth", "10Gbits"], "'10Gbits' is not a bandwidth: write a number and"),
         ([*OF_7B, "--latency", "5"], "'5' is not a time: write a number"),

@@ -117,7 +117,6 @@ def test_a_plan_that_sends_more_than_dense_says_so():
         (FOUR, {"kind": "residual", "lead": 0.5}, (1024, 256), "a lead makes gradients noisier"),
         (FOUR, {"kind": "residual", "lead": 1}, (1024, 256), ""),
         ({"kind": "matrix", "group": 8}, {}, (8192, 8), "more than twice the bits of their codes"),
-        ({"kind": "matrix", "group": 8}, {}, (8192, 2048), ""),
     ],
 )  # fmt: skip
 def test_what_users_should_know_is_noted(
