@@ -284,10 +284,10 @@ def rates(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
     return [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
 
 
-def stepping(**options: Any) -> tuple[Any, nn.Parameter]:
+def stepping(**options: Any) -> Any:
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
-    return torch.optim.AdamW([p], lr=0.5, weight_decay=0.25, **options), p
+    return torch.optim.AdamW([p], lr=0.5, weight_decay=0.25, **options)
 
 
 def failing() -> float:
@@ -296,7 +296,7 @@ def failing() -> float:
 
 @pytest.mark.parametrize("scheduled", ["before", "after"])
 def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
-    optimizer, _ = stepping()
+    optimizer = stepping()
     if scheduled == "before":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     kept = LearningRateScaling(optimizer, doubling(), second_moment=None)
@@ -319,10 +319,8 @@ def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
-    rate = torch.tensor(0.5)
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    optimizer = torch.optim.AdamW([p], lr=rate, capturable=False, foreach=False)
+    optimizer = stepping(foreach=False)
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     LearningRateScaling(optimizer, doubling(), second_moment=None)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] is rate
@@ -357,7 +355,7 @@ def test_whether_a_decay_is_apart_is_what_the_optimizer_does(
 
 
 def test_an_optimizer_that_chooses_its_rates_is_refused() -> None:
-    optimizer, _ = stepping()
+    optimizer = stepping()
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(ValueError, match="group 0 of AdamW has no learning rate to keep"):
         LearningRateScaling(optimizer, doubling(), second_moment=None)

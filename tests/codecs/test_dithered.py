@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from support.distributed import on_ranks
 from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.codecs.quantized import STAGES, dither_seeds
-from tagc.policy import Policy, PolicyError
 
 BLOCK = 32
 
@@ -50,12 +48,3 @@ def test_no_seed_comes_twice():
     assert len(found) == 4 * 6 * len(STAGES) * 3 * 6 * 3
     # Of so many numbers of 32 bits, two are the same by chance once in 32 tries.
     assert len(set(found)) >= len(found) - 1
-
-
-def test_what_is_right_on_average_owes_nothing():
-    codec = stochastic(4)
-    policy = {"schema": 1, "gradients": [{"when": {}, "codec": codec}]}
-    assert Policy.load(policy).gradients[0].feedback.kind == "none"
-    policy["gradients"][0]["feedback"] = {"kind": "residual"}
-    with pytest.raises(PolicyError, match="rounding 'stochastic'; choose none"):
-        Policy.load(policy)

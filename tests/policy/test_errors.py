@@ -40,6 +40,12 @@ INVALID = [
     (DENSE, GATHERED % "sketch", "12:33: parameters[0].codec.kind: unknown value 'sketch'", ""),
     (DENSE, GATHERED % "quantized, keep_for_backward: 1", "12:50: ", "true or false, not 1"),
     # Feedback must go with the codec.
+    (
+        DENSE,
+        "{kind: quantized, rounding: stochastic}\n    feedback: {kind: residual}",
+        "12:5: ",
+        "rounding 'stochastic'; choose none",
+    ),
     ("residual", "average", f"9:5: {AT}feedback: kind 'average' would forget most", ""),
     ("residual", "residual, beta: 0.5", f"9:5: {AT}feedback: ", "only for the kind 'average'"),
     (DENSE, "{kind: dense}\n    feedback: {kind: residual}", "12:5: ", "has no effect"),

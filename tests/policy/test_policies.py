@@ -4,6 +4,7 @@ rule a parameter gets."""
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ DENSE = {"when": {}, "codec": {"kind": "dense"}}
 def test_shipped_policies(name: str) -> None:
     """What they are for is said, and what they compress are matrices only."""
     assert policies()[name].endswith(".")
+    text = (resources.files("tagc.policies") / f"{name}.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=policy.schema.json\n")
     assert "# When to use" in show(name)
     policy = Policy.load(name)
     for rules, dtype in ((policy.gradients, "float32"), (policy.parameters, "bfloat16")):
