@@ -51,18 +51,23 @@ ONE_RANK = "--mesh tp=2 --tokens 64"
 BOTH = ("--world 8", "--world 8 --ddp", "--world 8 --ranks-per-host 4")
 MODES = {
     "explain": (
-        *(MESH, *BOTH, ONE_RANK, f"{ONE_RANK} --policy auto", "--world 8 --policy sites --sites 4"),
-        *("--world 8 --policy auto --bandwidth 1Gbit", "--world 8 --param-dtype fp32"),
+        MESH,
+        *BOTH,
+        ONE_RANK,
+        f"{ONE_RANK} --policy auto",
+        "--world 8 --policy sites --sites 4",
+        "--world 8 --policy auto --bandwidth 1Gbit",
+        "--world 8 --param-dtype fp32",
     ),
     "advise": (
-        *(
-            MESH,
-            *BOTH,
-            f"{ONE_RANK} --latency 1ms",
-            f"{MESH} --ranks-per-host 8 --inside-bandwidth 1GB --latency 1ms",
-        ),
-        *("--world 8 --step-time 1ms", "--sites 4 --step-time 10ms --overlap 0.1 --policy hosts"),
-        *("--world 8 --param-dtype fp32", "--world 8 --device cpu --memory-bandwidth 1TB"),
+        MESH,
+        *BOTH,
+        f"{ONE_RANK} --latency 1ms",
+        f"{MESH} --ranks-per-host 8 --inside-bandwidth 1GB --latency 1ms",
+        "--world 8 --step-time 1ms",
+        "--sites 4 --step-time 10ms --overlap 0.1 --policy hosts",
+        "--world 8 --param-dtype fp32",
+        "--world 8 --device cpu --memory-bandwidth 1TB",
     ),
 }
 

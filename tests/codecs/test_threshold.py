@@ -82,11 +82,8 @@ class Run:
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
         self.target = W * density * GROUPS
         self.steering = Steering([self.target], W)
+        self.threshold = self.steering.threshold
         self.steps = 0
-
-    @property
-    def threshold(self):
-        return self.steering.threshold
 
     def step(self):
         """Groups above the threshold and groups kept, as shares of what was asked for."""

@@ -27,14 +27,7 @@ OF_1M = ["explain", "1e6", "--world"]
 SITES = [*ADVISE, "--params", "1B", "--sites", "4"]
 OF_WORLD = [*ADVISE, "--world", "64"]
 LINK = ("--world", "64", "--bandwidth", "10Gbit")
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-}
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}
 TENSOR = {"dtype": "F32", "shape": [512, 512], "data_offsets": [0, 512 * 512 * 4]}
 DIGITS = "9" * 5_000
 
