@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import tagc
 from support.distributed import on_ranks
 from support.exact import equal
+from support.marks import named
 from support.small_net import local_grads, local_weights, loss_of, of_replicas, sharded, wrapped
 from support.states import shared_folder
 from support.units import codec_plan, unit_reducer
@@ -336,7 +337,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
         (torch.optim.RMSprop, {}),
         (torch.optim.RAdam, {"decoupled_weight_decay": True}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_whether_a_decay_is_apart_is_what_the_optimizer_does(
     cls: Any, options: dict[str, Any]
