@@ -114,6 +114,12 @@ def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_
 def test_lightnings_strategies_for_ddp(
     monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path
 ) -> None:
+    fabrics = strategies(monkeypatch, "fabric", calls).TagcDDPStrategy(policy="hybrid")
+    model = nn.Module()
+    assert fabrics.setup_module(model) is model
+    fabrics.save_checkpoint(tmp_path / "step", {"model": model})
+    assert calls == [("wrap", "hybrid"), ("save", tmp_path / "step.tagc" / "model")]
+
     its = strategies(monkeypatch, "lightning", calls).TagcDDPStrategy(policy="hybrid")
     assert its.restore_checkpoint_after_setup
     with pytest.raises(RuntimeError, match=r"Trainer\.fit wraps it"):
@@ -135,4 +141,4 @@ def test_lightnings_strategies_for_ddp(
     assert handles[0].asked == [("state_dict",)]
     assert handles[1].asked == [("load_state_dict", None)]
     its.save_checkpoint({"optimizer_states": []}, tmp_path / "last.ckpt")
-    assert calls == [("save", tmp_path / "last.ckpt.tagc" / "model")]
+    assert calls[2:] == [("save", tmp_path / "last.ckpt.tagc" / "model")]
