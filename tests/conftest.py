@@ -31,7 +31,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for cached in sources.rglob("*.nb[ic]"):
         if cached.stat().st_mtime < newest:
             cached.unlink(missing_ok=True)
-    if starts_workers(session.config) and runs_all(session.config):
+    config = session.config
+    starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    # No file was named, and tests are not only listed.
+    everywhere = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if starts_workers and everywhere and not config.getoption("collectonly"):
         from support.compiling import compile_all
 
         compile_all()
@@ -56,17 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Thousands of tests, with their parameters, stay until the end."""
     collect_seldom()
-
-
-def starts_workers(config: pytest.Config) -> bool:
-    """Not one itself."""
-    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
-
-
-def runs_all(config: pytest.Config) -> bool:
-    """No file was named, and tests are not only listed."""
-    everywhere = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return everywhere and not config.getoption("collectonly")
 
 
 @pytest.fixture

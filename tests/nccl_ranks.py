@@ -62,15 +62,6 @@ def blocks() -> Any:
     return model
 
 
-def sharded(policy: str, ops: str, device: torch.device, *, hosts: int | None, **how: Any) -> Any:
-    """FSDP2 by blocks; ``how`` goes to ``fully_shard``."""
-    model = blocks().to(device)
-    how |= gathered_in(policy)
-    for block in model.layers:
-        fully_shard(block, **how)
-    return tagc.wrap(fully_shard(model, **how), policy, hosts=hosts, ops=ops)
-
-
 @cache
 def ranks(device: torch.device, *shape: int) -> Any:
     return init_device_mesh(
@@ -78,24 +69,21 @@ def ranks(device: torch.device, *shape: int) -> Any:
     )
 
 
-def flat(policy: str, ops: str, device: torch.device) -> Any:
-    mesh = ranks(device)
-    return sharded(policy, ops, device, hosts=1, mesh=mesh)
-
-
-def hosts(policy: str, ops: str, device: torch.device) -> Any:
-    mesh = ranks(device)
-    return sharded(policy, ops, device, hosts=2, mesh=mesh)
-
-
-def replicas(policy: str, ops: str, device: torch.device) -> Any:
-    return sharded(policy, ops, device, hosts=None, mesh=ranks(device, 2, RANKS // 2))
-
-
-def kept(policy: str, ops: str, device: torch.device) -> Any:
-    """Gathered parameters stay between forward and backward."""
-    mesh = ranks(device)
-    return sharded(policy, ops, device, hosts=1, mesh=mesh, reshard_after_forward=False)
+def flat(
+    policy: str,
+    ops: str,
+    device: torch.device,
+    *,
+    hosts: int | None = 1,
+    shape: Any = (),
+    **how: Any,
+) -> Any:
+    """FSDP2 by blocks; ``shape`` is the mesh's, ``how`` goes to ``fully_shard``."""
+    model = blocks().to(device)
+    how |= gathered_in(policy) | {"mesh": ranks(device, *shape)}
+    for block in model.layers:
+        fully_shard(block, **how)
+    return tagc.wrap(fully_shard(model, **how), policy, hosts=hosts, ops=ops)
 
 
 def ahead(policy: str, ops: str, device: torch.device) -> Any:
@@ -115,11 +103,16 @@ def ddp(policy: str, ops: str, device: torch.device, hosts: int = 1) -> Any:
     return tagc.wrap(model, policy, hosts=hosts, ops=ops)
 
 
-def ddp_hosts(policy: str, ops: str, device: torch.device) -> Any:
-    return ddp(policy, ops, device, hosts=2)
-
-
-WAYS = (flat, hosts, replicas, ahead, ddp_hosts, kept, ddp)
+WAYS: dict[str, Callable[..., Any]] = {
+    "flat": flat,
+    "hosts": partial(flat, hosts=2),
+    "replicas": partial(flat, hosts=None, shape=(2, RANKS // 2)),
+    "ahead": ahead,
+    "ddp_hosts": partial(ddp, hosts=2),
+    # Gathered parameters stay between forward and backward.
+    "kept": partial(flat, reshard_after_forward=False),
+    "ddp": ddp,
+}
 
 
 def train(model: Any, optimizer: Any, device: torch.device, *, steps: int, data: int) -> None:
@@ -271,9 +264,9 @@ CASES: list[tuple[str, str, Callable[[str, str, torch.device], Tensors]]] = [
     ("sites-thin", "sites", sites),
 ]
 CASES += [
-    (policy, way.__name__, partial(wrapped, way))
+    (policy, name, partial(wrapped, way))
     for policy in POLICIES
-    for way in WAYS
+    for name, way in WAYS.items()
     if (policy, way) != ("hybrid", flat)
 ]
 

@@ -9,29 +9,20 @@ import pytest
 import torch
 
 import tagc
+from support.policy_files import BASE
 from tagc.commands.cli import _parser, main
 from tagc.costs.shapes import synthetic
 from tagc.policy import policies
 from tagc.selfcheck import every_call
 
 PEEL = next(call for call in every_call() if call.operator == "peel")
-GOOD = """
-schema: 1
-gradients:
-  - when: {role: attention}
-    codec: {kind: sketch, density: 0.1}
-  - when: {}
-    codec: {kind: dense}
-"""
 
 
 def test_validate_good(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    file.write_text(GOOD)
+    file.write_text(BASE)
     assert main(["validate", str(file)]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"ok {file}: 2 rules (2 for gradients)\n"
-    assert err == ""
+    assert capsys.readouterr() == (f"ok {file}: 2 rules (2 for gradients)\n", "")
 
 
 def test_exit_status_reaches_the_shell(capsys, monkeypatch):
@@ -101,11 +92,7 @@ def test_every_command_has_examples_that_parse(capsys):
 def test_json_is_what_programs_read(capsys):
     assert main(["policies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert main(["policies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [tuple(line.split(maxsplit=1)) for line in lines] == list(policies().items())
     assert {entry["name"]: entry["about"] for entry in listed} == policies()
-
     command = ["explain", "1e7", "--world", "8", "--policy", "hosts", "--json"]
     assert main(command) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -115,9 +102,6 @@ def test_json_is_what_programs_read(capsys):
         {p.name: p.shape for p in shapes.params}, "hosts", world_size=8,
         parameter_dtype=torch.bfloat16,
     )  # fmt: skip
-    for direction, sums in answer["directions"].items():
-        rows = [row for row in plan.rows if row.direction == direction]
-        assert sums["wire_bytes"] == pytest.approx(sum(row.wire_bytes for row in rows))
     assert answer["memory"]["peak"] == plan.memory.peak
     assert sum(row["alike"] for row in answer["rows"]) == len(plan.rows)
 

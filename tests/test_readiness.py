@@ -150,40 +150,6 @@ def test_a_wrong_kernel_on_one_rank_is_refused_on_all():
     assert "KernelError" in other
 
 
-def left_out(rank: int) -> list[str]:
-    with device("dequantize") as standin:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TAGC_DISABLE", "1")
-            wrapped()
-        wrapped("reference")
-        return standin.compiled + standin.ran
-
-
-def test_kernels_that_nobody_uses_are_not_checked():
-    assert run_ranks(left_out, 2) == [[], []]
-
-
-def test_a_host_without_a_compiler_learns_what_to_install():
-    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
-    for text in run_ranks(without_a_compiler, 2, error):
-        assert "install gcc and python3-dev" in text
-        assert str(error) in text
-
-
-def without_a_compiler(rank: int, error: Exception) -> str:
-    """What ranks say if the second one has none."""
-
-    def rehearse(*_: Any, **options: Any) -> None:
-        if rank == 1:
-            raise error
-
-    with device(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tagc.handle.collectives.rehearse", rehearse)
-        with pytest.raises(RuntimeError) as raised:
-            wrapped()
-    return str(raised.value)
-
-
 def test_a_sketch_on_its_own_is_checked_once():
     x = torch.zeros(1000, dtype=torch.int32)
     x[7] = 3

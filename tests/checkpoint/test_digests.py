@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,31 +52,19 @@ def test_any_tensor_has_a_digest(dtype: torch.dtype) -> None:
             assert not matches_digest(with_digest({}, {name: tensor}), {name: plain})
 
 
-def renamed(tensors: dict[str, Tensor]) -> None:
-    tensors[NAME + "q"] = tensors.pop(NAME)
-
-
-def retyped(tensors: dict[str, Tensor]) -> None:
-    tensors[NAME] = tensors[NAME].view(torch.int32)
-
-
-def changed(tensors: dict[str, Tensor]) -> None:
-    tensors[NAME].view(torch.uint8)[0, 0] ^= 1
-
-
-def dropped(tensors: dict[str, Tensor]) -> None:
-    del tensors[COUNTERS]
-
-
-@pytest.mark.parametrize("change", [renamed, retyped, changed, dropped])
-def test_every_change_is_found(change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    metadata = with_digest(HEADER.to_strings(), tensors)
-    assert matches_digest(metadata, dict(reversed(tensors.items())))
-    assert not matches_digest(metadata | {"step": "4"}, tensors)
-    assert not matches_digest(HEADER.to_strings(), tensors)
-    change(tensors)
-    assert not matches_digest(metadata, tensors)
+def test_every_change_is_found() -> None:
+    """Of a name, a dtype, a number of tensors and the metadata; bits are below."""
+    metadata = with_digest(HEADER.to_strings(), TENSORS)
+    residual, counters = TENSORS.values()
+    assert matches_digest(metadata, {COUNTERS: counters, NAME: residual})
+    assert not matches_digest(metadata | {"step": "4"}, TENSORS)
+    assert not matches_digest(HEADER.to_strings(), TENSORS)
+    for changed in (
+        {NAME + "q": residual, COUNTERS: counters},
+        {NAME: residual.view(torch.int32), COUNTERS: counters},
+        {NAME: residual},
+    ):
+        assert not matches_digest(metadata, changed)
 
 
 def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +80,9 @@ def test_damage_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (sums_of(damaged) != before).tolist() == [[row, row] for row in rows]
 
     for place in (0, 3, ROW - 1, ROW, 2 * ROW + 6):
-        for bit in (0, 7):
-            damaged = values.clone()
-            damaged[place] ^= 1 << bit
-            check(damaged, [place // ROW == row for row in range(3)])
+        damaged = values.clone()
+        damaged[place] ^= 1 << place % 8
+        check(damaged, [place // ROW == row for row in range(3)])
     for start in range(0, 2 * ROW, ROW // 4):
         damaged = values.clone()
         damaged[start : start + 4096] = 0
@@ -121,15 +107,13 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].device.type == "cpu":
-            assert args[1].device.type == "meta"
             self.copied += args[0].nbytes
             return args[0]
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.device.type == "meta":
             storage = out.untyped_storage()
-            if all(
-                a.untyped_storage()._cdata != storage._cdata for a in args if torch.is_tensor(a)
-            ):
+            given = {a.untyped_storage()._cdata for a in args if torch.is_tensor(a)}
+            if storage._cdata not in given:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._made.values()))

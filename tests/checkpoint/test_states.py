@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
@@ -57,18 +56,9 @@ def test_names_shapes_and_metadata(rank: int, world_size: int) -> None:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata()
             assert set(opened.keys()) == {re.split(r"rank_\d\.", n)[1] for n in list(state)[1:]}
-        assert metadata["policy"] == "<dict>"
-        assert metadata["policy_hash"] == policy.hash
-        assert metadata["layout"] == layout
+        assert (metadata["policy_hash"], metadata["layout"]) == (policy.hash, layout)
         assert (metadata["step"], metadata["rank"], metadata["world_size"]) == ("2", str(rank), "2")
         assert metadata["version"] == tagc.__version__
-        dist.barrier()
-        # A second save takes the place of the first, files and all.
-        run(model, rank, range(1))
-        compressor.save(folder)
-        dist.barrier()
-        assert len(list(folder.iterdir())) == 3
-        assert not file.exists()
     with shared_folder() as folder:
         before = compressor.state_dict()
         dcp.save({"app": {"comm": before}}, checkpoint_id=folder)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from support.distributed import on_ranks
 from support.units import codec_plan, normal, reduce, unit_reducer
 from tagc.codecs.quantized import STAGES, dither_seeds
-from tagc.ops.launches import seeds_of
-from tagc.policy import Policy, PolicyError
 
 BLOCK = 32
 
@@ -51,21 +48,3 @@ def test_no_seed_comes_twice():
     assert len(found) == 4 * 6 * len(STAGES) * 3 * 6 * 3
     # Of so many numbers of 32 bits, two are the same by chance once in 32 tries.
     assert len(set(found)) >= len(found) - 1
-
-
-def test_what_is_right_on_average_owes_nothing():
-    codec = stochastic(4)
-    policy = {"schema": 1, "gradients": [{"when": {}, "codec": codec}]}
-    assert Policy.load(policy).gradients[0].feedback.kind == "none"
-    policy["gradients"][0]["feedback"] = {"kind": "residual"}
-    with pytest.raises(PolicyError, match="rounding 'stochastic'; choose none"):
-        Policy.load(policy)
-
-
-def test_seeds_of_parameters_follow_what_changes():
-    """They count nothing, so that a copy that is loaded goes on with the same."""
-    changes = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
-    seed = seeds_of(changes)
-    assert torch.equal(seeds_of(changes.clone()), seed)
-    for factor in (1.0001, 2.0, 0.7):
-        assert not torch.equal(seeds_of(changes * factor), seed)

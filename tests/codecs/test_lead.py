@@ -94,16 +94,6 @@ def test_what_is_not_finite_leaves_no_trace() -> None:
     assert segment.share == before
 
 
-def test_nothing_owed_and_nothing_sent() -> None:
-    segment = Segment(4)
-    segment.encode(torch.zeros(1, 4), 0.5)
-    assert segment.share == 1
-    # A message that carries next to nothing is not blown up without a limit.
-    segment.encode(torch.ones(1, 4), 1.0)
-    out = segment.correct(torch.ones(1, 4))
-    torch.testing.assert_close(out, torch.full((1, 4), 10.0), rtol=1e-6, atol=0)
-
-
 EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},

@@ -5,8 +5,6 @@ The oracles here work on all ranks' buffers, by formula, and know nothing of mes
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +16,9 @@ from support.exact import EXACT
 from support.launching import sketch_of
 from support.units import codec_plan, gathered, normal, on_grid, reduce, unit_reducer
 from tagc.ops.bitmap import from_bitmap
-from tagc.plan import UnitPlan, in_two_shots
+from tagc.plan import UnitPlan
 
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+SUM = dist.ReduceOp.SUM
 BF16 = {"kind": "dense", "wire": "bfloat16"}
 PLAIN = {"kind": "residual"}
 
@@ -144,35 +142,3 @@ def test_a_shared_sketch_keeps_what_its_owner_owes_most(rank: int, world_size: i
         out = reduce(reducer, buffers[rank], SUM)
         assert bool(out[span.start + 800]) == (step > 0)
         assert not out[span.start + 880]
-
-
-# Averages over replicas in two shots
-
-
-@on_ranks(3)
-def test_the_average_of_what_one_shot_adds_up(rank: int, world_size: int) -> None:
-    """Blocks are the segment's own, so that owners add up what everybody would in one shot: what
-    is dense comes out the same to the bit, and what is not after another rounding, no further off
-    than half a step of 8 bits. In bfloat16 likewise, from sums in float32."""
-    for dtype in (torch.float32, torch.bfloat16):
-        codec = {"kind": "quantized", "bits": 8, "block": 32}
-        one = codec_plan(3, codec, {"kind": "none"}, dtype, direction="replicas")
-        one = replace(one, shots=None)
-        grad = on_grid(3, one.columns, 5)[rank, 0].to(dtype)
-        whole, sliced = (
-            reduce(unit_reducer(plan), grad, AVG).float() for plan in (one, in_two_shots(one))
-        )
-        for segment in one.dense:
-            here = slice(segment.start, segment.stop)
-            torch.testing.assert_close(sliced[here], whole[here], **EXACT)
-        for segment in one.compressed:
-            here = slice(segment.start, segment.stop)
-            size, off = in_blocks(whole[here].abs()), in_blocks((sliced - whole)[here].abs())
-            step = size.amax(1, keepdim=True) / 127 * (1 + 2**-7)
-            assert bool((off <= step / 2 + size * 2 * torch.finfo(dtype).eps).all())
-            assert off.any()
-
-
-def in_blocks(elements: Tensor) -> Tensor:
-    """``[blocks, 32]``, filled up with zeros."""
-    return torch.nn.functional.pad(elements, (0, -len(elements) % 32)).view(-1, 32)

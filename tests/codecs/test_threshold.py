@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from support import oracle
 from support.launching import launch
-from tagc.codecs.sketch.plan import SLACK, quantization_step, step_scale
-from tagc.codecs.sketch.threshold import (
-    STATES as NAMES,
-)
+from tagc.codecs.sketch.plan import SLACK, quantization_step
 from tagc.codecs.sketch.threshold import (
     Goals,
-    ThresholdStart,
-    check_controller,
     mean_threshold,
     neutral,
     sampled_threshold,
@@ -28,7 +23,7 @@ from tagc.ops import ABOVE, KEPT, get_ops
 from tagc.ops.program import Place
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import BOOST, MAX_THRESHOLD, MIN_THRESHOLD, STATES, STEP, THRESHOLD
+from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, STATES, THRESHOLD
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
@@ -62,8 +57,7 @@ class Steering:
             (place,) = step.places
             assert place is not None
             launch(step.operator, self.state[place.index(0)])
-        self.threshold, self.boost, self.step = (self.state[i] for i in (THRESHOLD, BOOST, STEP))
-        self.scale = options.get("scale", (0.0,) * len(target))
+        self.threshold = self.state[THRESHOLD]
         self._goals, self._place = Goals(tuple(target), **options), Place("", (), torch.float32)
         self._aims = torch.empty(4, len(target))
         launch(self._goals.setting(self._place).operator, self._aims)
@@ -72,17 +66,11 @@ class Steering:
         steering = self._goals.steering(self._place, self._place, self._place)
         launch(steering.operator, counts, self._aims, self.state, ops="cpu")
 
-    def start(self, threshold):
-        launch(ThresholdStart(self.scale), threshold.view(1, -1), self.state)
-
-    def named(self):
-        return {name: self.state[row] for name, row in NAMES.items()}
-
 
 class Run:
     """``W`` ranks that sketch for ``W`` destinations, thresholds steered as in training."""
 
-    def __init__(self, draw, density, *, feedback=True, scale=1e-3, threshold=None):
+    def __init__(self, draw, density, *, feedback=True, scale=1e-3):
         self.draw, self.density, self.scale = draw, density, scale
         self.generator = torch.Generator().manual_seed(0)
         self.capacity = int(SLACK * density * GROUPS) + 1
@@ -94,20 +82,14 @@ class Run:
         self.counts = torch.empty(W, 1, W, 4, dtype=torch.int32)
         self.target = W * density * GROUPS
         self.steering = Steering([self.target], W)
-        self.first = threshold
+        self.threshold = self.steering.threshold
         self.steps = 0
-
-    @property
-    def threshold(self):
-        return self.steering.threshold
 
     def step(self):
         """Groups above the threshold and groups kept, as shares of what was asked for."""
         grads = [self.draw((W, COLUMNS), self.generator) * self.scale for _ in range(W)]
         if self.steps:
             self.steering.update(self.counts.sum(0, dtype=torch.int32))
-        elif self.first is not None:
-            self.threshold.fill_(self.first)
         else:
             samples = [sampled_threshold(g, SYMBOL.lanes, self.density)[None] for g in grads]
             self.threshold.copy_(mean_threshold(torch.stack(samples)))
@@ -149,15 +131,6 @@ def check_settled(run):
 )
 def test_stationary_gradients(draw, density, feedback):
     run = Run(draw, density, feedback=feedback)
-    run.run(SETTLE)
-    check_settled(run)
-
-
-@pytest.mark.parametrize(("wrong", "density"), [(1 / 30, 0.01), (30, 0.2)])
-def test_a_wrong_first_threshold(wrong, density):
-    right = Run(gaussian, density)
-    right.step()
-    run = Run(gaussian, density, threshold=right.threshold[0, 0].item() * wrong)
     run.run(SETTLE)
     check_settled(run)
 
@@ -204,35 +177,6 @@ def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
     assert learning.threshold.item() < median / 100
 
 
-def test_steps_follow_the_thresholds():
-    """From the first step on, with the boost."""
-    symbols = [SYMBOL, SYMBOLS["int32x1"]]
-    steering = Steering(
-        [2000.0, 2000.0], 2, max_boost=(4.0, 1.0),
-        scale=tuple(step_scale(symbol, symbol.levels(W)) for symbol in symbols),
-    )  # fmt: skip
-    steering.start(torch.tensor([[0.3, 5.0], [0.3, 5.0]]))
-    for _ in range(3):
-        for i, symbol in enumerate(symbols):
-            step = quantization_step(steering.threshold[i], symbol, symbol.levels(W))
-            assert torch.equal(steering.step[i], step * steering.boost[i])
-        steering.update(torch.tensor([3000, 9000, 2000, 100], dtype=torch.int32).repeat(2, 2, 1))
-    assert steering.boost.tolist() == [[4, 4], [1, 1]]
-
-
-def test_the_first_thresholds_are_within_the_bounds_of_all():
-    """What a feedback scales gradients by may take them beyond."""
-    steering = Steering([9.0], 3)
-    steering.start(torch.tensor([[2.0**-99, 1.0, 2.0**99]]))
-    assert steering.threshold.tolist() == [[MIN_THRESHOLD, 1.0, MAX_THRESHOLD]]
-    check_controller(steering.named(), max_boost=1.0)
-
-
-def test_agree_is_the_mean_of_those_who_saw_something():
-    rows = torch.tensor([[0.0, 2.0, 2.0**-120, 2.0**127], [0.0, 0.0, 0.0, 2.0**127], [0, 3, 0, 0]])
-    assert mean_threshold(rows).tolist() == [1.0, 2.5, MIN_THRESHOLD, MAX_THRESHOLD]
-
-
 @pytest.mark.parametrize(
     ("density", "lanes", "dtype"),
     [(0.01, 1, torch.float32), (0.05, 4, torch.bfloat16), (0.2, 2, torch.float16)],
@@ -248,18 +192,6 @@ def test_sampled_threshold_is_about_the_quantile(density, lanes, dtype):
     # Five standard deviations of a quantile of 8192 samples; half-precision values have ties.
     slack = 5 * (density / 8192) ** 0.5 + (0 if dtype == torch.float32 else 0.05 * density)
     assert bool(((share - density).abs() < slack).all())
-
-
-def test_sampled_threshold_of_odd_gradients():
-    grad = torch.zeros(4, 40)
-    grad[1, 7] = -3.0  # the only group: above the quantile, which is zero
-    grad[2] = 1.0
-    grad[2, :8] = torch.tensor([math.nan, math.inf, -math.inf, 1, 1, 1, 1, 1])
-    grad[3] = torch.arange(40)
-    assert sampled_threshold(grad, 4, 0.5)[:3].tolist() == [0, 3, 1]
-    assert sampled_threshold(grad, 4, 0.5)[3] in (19, 23)
-    assert sampled_threshold(grad[:, :3], 4, 0.5).tolist() == [0, 0, 0, 2]
-    assert sampled_threshold(grad, 4, 1.0)[3] == 3
 
 
 @given(thresholds, st.sampled_from(list(SYMBOLS.values())), st.integers(1, 127))

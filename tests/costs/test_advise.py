@@ -6,14 +6,12 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 import tagc
 from support.paths import ROOT
 from tagc.commands.cli import main
-from tagc.costs import Speed, candidates, speed_key
 from tagc.costs.advise import UNTUNED, WITH_DDP
 from tagc.policy import data_parallel_policies
 
@@ -66,9 +64,6 @@ def test_the_table_is_the_formula(shapes: str, tmp_path: Path, capsys: Any) -> N
     policies = set(data_parallel_policies()) - {"dense", "attn-only", "exact"}
     assert set(table) == {"dense fp32", "dense bf16"} | policies
     assert f"policy {str(attention)!r} compresses nothing in this model" in out
-    assert "exact: codec 'exact' of " in out
-    assert "codec time: not included; --memory-bandwidth gives a lower bound" in out
-    assert "time of the CPU that starts a GPU's kernels: not included" in out
     assert "Compression pays: thrifty takes" in out
 
 
@@ -80,11 +75,7 @@ def test_the_loss_is_that_of_the_documentation(shapes: str, capsys: Any) -> None
         name: text.replace("-0.0%", "+0.0%") for name, text in cells
     }
     out = run(capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit")
-    table = rows(out)
-    assert table["one-bit"][6:] == ["+0.4%", "2× yours, or keep_rates"]
-    assert table["hybrid"][6:] == ["+0.1%", "yours"]
-    assert table["stateless"][6] == "not measured"
-    assert len(table["dense fp32"]) == 6
+    assert rows(out)["one-bit"][6:] == ["+0.4%", "2× yours, or keep_rates"]
     ddp = run(capsys, "advise", "--model", shapes, "--world=2", "--bandwidth=1Gbit", "--ddp")
     found = re.findall(r"^\| `([\w-]+)` \| [0-9.]+ \| (?:= )?([-+][0-9.]+)% ±", page, re.MULTILINE)
     assert {name: f"{100 * loss:+.2f}" for name, loss in WITH_DDP.items()} == dict(found)
@@ -106,33 +97,12 @@ def test_says_when_it_does_not_pay_and_where_it_stops(shapes: str, capsys: Any) 
     assert re.search(r"stops paying at [^:]*", below)[0] in above  # type: ignore[index]
 
 
-def test_on_a_cpu_codecs_are_measured_and_gloo_wastes(shapes: str, capsys: Any) -> None:
-    def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
-        return {speed_key(codec): Speed(encode=1e-6, decode=1e-6) for codec in codecs}
-
-    with patch.object(candidates, "measure_speeds", speeds):
-        out = run(
-            capsys, "advise", "--model", shapes, "--world", "2", "--bandwidth", "1Gbit",
-            "--device", "cpu", "--ops", "reference", "--param-dtype", "fp32",
-        )  # fmt: skip
-    table = rows(out)
-    assert table["dense fp32"][0] == "6.00 MiB"
-    assert table["dense fp32 by gloo"][0] == "8.00 MiB"
-    # Every element of the unit is encoded, and every message of a shard decoded.
-    assert table["loco-4bit"][2] == f"{2 * 2 * 2**19 * 1e-6:.3g} s"
-    assert "codec time: measured here" in out
-    assert "time of the CPU" not in out
-
-
 def test_what_ranks_on_a_host_send(shapes: str, capsys: Any) -> None:
     """A ring crosses a host's link once; with a policy 8 ranks add up first, and send for 8."""
     common = ("advise", "--model", shapes, "--world", "64", "--bandwidth", "10Gbit")
     alone, shared = (rows(run(capsys, *common, *more)) for more in ((), ("--ranks-per-host", "8")))
     assert alone["dense fp32"] == shared["dense fp32"]
     assert bytes_of(alone["loco-4bit"][0]) > bytes_of(shared["loco-4bit"][0])
-    table = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "100GB")
-    assert "the 8 ranks of a host add up their gradients first; inside a host: 800 Gbit/s" in table
-    assert rows(table)["loco-4bit"][1] != shared["loco-4bit"][1]
     # Gradients in fp32 then take longest inside: 8 bits there make the fastest faster still.
     text = run(capsys, *common, "--ranks-per-host", "8", "--inside-bandwidth", "20Gbit")
     slow = rows(text)
@@ -141,8 +111,6 @@ def test_what_ranks_on_a_host_send(shapes: str, capsys: Any) -> None:
     written = f"{{schema: 1, extends: {inside[0].partition(',')[0]}, inside: int8}}"
     assert f"Write {inside[0]} as {written}." in text
     assert all(", inside" not in name for name in shared)
-    seconds = {name: float(row[1].split()[0]) for name, row in slow.items()}
-    assert min(seconds, key=lambda name: seconds[name]) == inside[0]
 
 
 def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
@@ -167,17 +135,12 @@ def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
         set(data_parallel_policies()) - {"dense", "half-bit"} - left_out
     )
     assert f"{', '.join([*sorted(left_out), str(mine)])}: not compared: rules for parameters" in out
-    assert "half-bit: policy 'half-bit', gradients[0], with DDP or replicate()" in out
-    assert "of which only the last reduces (no_sync)" in out
     # On two hosts of two ranks a host sends two halves of what one rank of two would.
     shared = rows(run(capsys, *common, "--ranks-per-host", "2"))
     assert shared["dense fp32"][0] == "6.00 MiB"
     assert shared["loco-4bit"][0] == f"{(2**20 * (0.5 + 2 / 256) + 2 * 4 * 32) / 1024:.2f} KiB"
     small = run(capsys, *common, "--device-memory", "1MB")
     assert "not even dense bf16: shard the model (fully_shard)" in small
-    data = json.loads(run(capsys, *common, "--json"))
-    assert data["ddp"] is True
-    assert set(data["refused"]) == left_out | {"half-bit"}
 
 
 def bytes_of(text: str) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,7 @@ from tagc.collect import Transport, transport
 from tagc.costs import Link, Speed, auto, speed_key
 from tagc.costs.auto import codecs_of
 from tagc.handle import wrapper
-from tagc.plan import UnitInfo, UnitParam, UnitPlan, build_plan
+from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
 
 SLOW = Link(bandwidth=1e6, latency=1e-4)
@@ -121,19 +119,12 @@ def test_memory_that_may_be_spent_on_parameters(memory: float, hosts: int, expec
 @on_ranks(2)
 def test_auto_is_the_policy_without_a_word(rank: int, world_size: int) -> None:
     with measuring(SLOW), patch.object(wrapper, "say") as say:
-        model = tagc.wrap(sharded(), ops="reference")
-    # It says what it chose, and from what.
+        tagc.wrap(sharded(), ops="reference")
+    # It says what it chose. In float32, a copy would take 4 bytes, and a kept message 1.01.
     lines = [call.args[0] for call in say.call_args_list]
     assert len(lines) == (rank == 0)
-    for line in lines:
-        assert line.startswith(
-            "policy 'auto' chose quantized int4 for gradients, quantized int8 for parameters "
-            "(measured over 2 ranks: 0.008 Gbit/s; plan().freeze(file) keeps the choice): a rank "
-            "sends "
-        )
-    # In float32, on a rank a host, a copy would take 4 bytes, and a kept message 1.01.
-    rows = tagc.compressor(model).plan().rows
-    assert {"quantized int4", "quantized int8"} <= {row.codec for row in rows}
+    chose = "policy 'auto' chose quantized int4 for gradients, quantized int8 for parameters "
+    assert all(line.startswith(chose) for line in lines)
 
 
 @on_ranks(2)
@@ -143,13 +134,7 @@ def test_a_fast_link_stays_native_and_says_why(rank: int, world_size: int) -> No
     plan = tagc.compressor(model).plan()
     assert not any(unit.compressed for unit in plan.all_units)
     assert sum(row.stored_bytes for row in plan.rows) == 0
-    lines = str(plan).splitlines()[3:6]
-    assert lines[0] == (
-        "- measured over 2 ranks: 8e+03 Gbit/s, 0.001 ms per collective, "
-        "native reduce-scatter takes 1 and all-gather 1 times as long as messages"
-    )
-    assert "quantized int4" in lines[1]
-    assert lines[2].startswith("- gradients of layers.0, layers.1: dense, out of dense ")
+    assert "- gradients of layers.0, layers.1: dense, out of dense " in str(plan)
 
 
 def _choose_on_ranks(rank: int, links: list[Link], speeds: list[Speed]) -> tuple[Any, ...]:
@@ -186,16 +171,6 @@ def test_a_failure_on_one_rank_reaches_the_other(rank: int, world_size: int) -> 
         pytest.raises(RuntimeError if rank == 0 else MemoryError, match="no room"),
     ):
         tagc.wrap(sharded(), policy(), ops="reference")
-
-
-@on_ranks(2)
-def test_measured_for_real(rank: int, world_size: int) -> None:
-    """Whatever comes out, all ranks choose it: one that chose differently hangs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = tagc.wrap(sharded(), policy(), ops="reference")
-    assert len(tagc.compressor(model).plan().notes) >= 3
-    grads(model, rank)
 
 
 @on_ranks(3)
@@ -243,18 +218,12 @@ def unit() -> UnitInfo:
     )
 
 
-def codecs_chosen(
-    link: Callable[[UnitPlan], Link], *rules: dict, time: float = 0.0, **more: Any
-) -> list[tuple[str, int]]:
-    """Codec and ranks in a level of each segment."""
+def codecs_chosen(link: Link, *rules: dict, time: float = 0.0) -> list[str]:
+    """The codec of each segment."""
     loaded = Policy.load({"schema": 1, "gradients": list(rules)})
-    choose = auto.FastestChoice(lambda _, option: link(option), lambda coding, segment: time)
-    info = replace(unit(), **{k: v for k, v in more.items() if k != "gloo"})
-    (plan,) = build_plan([info], loaded, choose=choose, gloo=more.get("gloo", False)).units
-    return [(s.codec.name, plan.info.ranks_per_host) for s in plan.segments]
-
-
-ANY = {"when": {}, "codec": {"kind": "auto"}}
+    choose = auto.FastestChoice(lambda *_: link, lambda coding, segment: time)
+    (plan,) = build_plan([unit()], loaded, choose=choose).units
+    return [s.codec.name for s in plan.segments]
 
 
 def test_a_unit_is_chosen_as_a_whole() -> None:
@@ -263,22 +232,9 @@ def test_a_unit_is_chosen_as_a_whole() -> None:
         {"when": {"role": role}, "codec": {"kind": "auto", "min_bits": bits}}
         for role, bits in (("mlp", 4), ("attention", 16))
     ]
-    slow, fast = (codecs_chosen(lambda _, n=n: n, *rules, time=1e-5) for n in (SLOW, FAST))
-    assert slow == [("quantized int4", 1), ("dense bfloat16", 1)]
-    assert fast == [("dense", 1), ("dense", 1)]
-
-
-def test_a_dense_unit_has_the_link_among_all_ranks() -> None:
-    """On hosts: NCCL sends such units in one level, over links that were measured apart."""
-
-    def chosen(among_all: Link, gloo: bool) -> set[tuple[str, int]]:
-        def link(option: UnitPlan) -> Link:
-            return among_all if option.info.ranks_per_host == 1 else SLOW
-
-        return {*codecs_chosen(link, ANY, gloo=gloo, world_size=4, ranks_per_host=2)}
-
-    assert chosen(FAST, gloo=False) == {("dense", 1)}
-    assert chosen(SLOW, gloo=False) == chosen(FAST, gloo=True) == {("quantized int4", 2)}
+    slow, fast = (codecs_chosen(link, *rules, time=1e-5) for link in (SLOW, FAST))
+    assert slow == ["quantized int4", "dense bfloat16"]
+    assert fast == ["dense", "dense"]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +244,7 @@ def test_a_small_saving_is_not_worth_it(latency: float, codec: str) -> None:
     """4 bits save half of the seconds of 8, until the latency makes that less than 30%. (262144
     columns go to the other rank: 1.05, 0.52, 0.26 and 0.13 ms on the link.)"""
     link = Link(bandwidth=1e9, latency=latency)
-    assert {name for name, _ in codecs_chosen(lambda _: link, ANY)} == {codec}
+    assert {*codecs_chosen(link, {"when": {}, "codec": {"kind": "auto"}})} == {codec}
 
 
 def test_what_nothing_is_owed_of_is_rounded_by_chance() -> None:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
+from support.uneven_block import Block
 from tagc.attach import ddp
-from tagc.codecs.exact import expected_bits
 from tagc.commands.cli import main
 from tagc.costs import Link
 from tagc.plan import format_bytes
@@ -29,14 +29,6 @@ def run(capsys: Any, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.Linear(65, 129)
-        self.up_proj = nn.Linear(129, 255)
-        self.experts = nn.ModuleList(nn.Linear(31, 31) for _ in range(2))
-
-
 class Net(nn.Module):
     """Sizes that no number of ranks divides, tied weights, and a frozen matrix."""
 
@@ -44,19 +36,15 @@ class Net(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(301, 63)
         self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(65)
         self.lm_head = nn.Linear(63, 301, bias=False)
         self.lm_head.weight = self.wte.weight
-        self.get_parameter("layers.1.up_proj.weight").requires_grad_(False)
+        self.get_parameter("layers.1.mlp.up_proj.weight").requires_grad_(False)
 
 
 @on_ranks()
 @pytest.mark.parametrize(
     ("world_size", "policy", "hosts", "replicated"),
-    [
-        (4, "hybrid", 2, False),
-        (3, "hosts", None, True),
-    ],
+    [(4, "hybrid", 2, False), (3, "hosts", None, True)],
 )
 def test_explain_is_what_wrap_makes(
     rank: int, world_size: int, policy: str, hosts: int | None, replicated: bool
@@ -82,22 +70,6 @@ def test_explain_is_what_wrap_makes(
     assert len(lines) == len(str(plan).splitlines()) - 1
     assert lines == str(expected).splitlines()
     assert plan.fingerprint == expected.fingerprint
-
-
-def test_explain_in_python() -> None:
-    shapes = {f"layers.{i}.mlp.up_proj.weight": (1024, 512) for i in range(2)}
-    link = Link(bandwidth=1e6)
-    plan = tagc.explain(shapes, "auto", world_size=4, replicas=2, link=link)
-    directions = ("gradients", "parameters", "replicas")
-    assert [(u.direction, u.info.world_size) for u in plan.all_units] == [
-        (direction, 2) for direction in directions for _ in range(2)
-    ]
-    assert {u.segments[0].codec.name for u in plan.units} == {"quantized int4"}
-    assert "- chosen for the given link; codec time is not included" in str(plan)
-    with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
-        tagc.explain(shapes, "auto", world_size=4)
-    with pytest.raises(ValueError, match="4 ranks do not divide among 3 replicas"):
-        tagc.explain(shapes, "dense", world_size=4, replicas=3)
 
 
 def test_auto_keeps_no_messages_beside_packed_exponents() -> None:
@@ -138,30 +110,18 @@ def test_exact_changes_depend_on_the_learning_rate(tmp_path: Path, capsys: Any) 
     command = ["explain", str(shapes), "--world", "4", "--policy", str(file), "--json"]
     elements = 2 * 3 * COLUMNS  # of both units, to three ranks
     most, buffers = 2 * elements, set()
-    for rate, bits in ((None, 4.0), (5.5e-5, 1.42)):
-        given = [] if rate is None else ["--learning-rate", str(rate)]
+    for given, bits in (([], 4.0), (["--learning-rate", "5.5e-5"], 1.42)):
         plan = json.loads(run(capsys, *command, *given))
         sent = plan["sent"]["parameters"]["wire_bytes"]
         assert sent == pytest.approx(elements * bits / 8, rel=0.03)
         buffers.add(plan["memory"]["buffers"])
-        at = "" if rate is None else f" at a learning rate of {rate:g}"
         (note,) = (note for note in plan["notes"] if note.startswith("parameters: expected"))
         assert f"expected {format_bytes(sent)} per step, with {bits:.2g} bits for an " in note
-        assert f" change{at}; at most {format_bytes(most)}" in note
-        assert f"- {note}" in run(capsys, *command[:-1], *given)
+        assert f"; at most {format_bytes(most)}" in note
     assert len(buffers) == 1
 
-    with pytest.raises(ValueError, match="must be above zero, not 0"):
-        tagc.explain(SHAPES, file, world_size=4, parameter_dtype=BF16).at_learning_rate(0)
     with pytest.raises(ValueError, match="'hosts' does not depend on the learning rate"):
         tagc.explain(SHAPES, "hosts", world_size=4).at_learning_rate(1e-3)
-
-
-def test_expected_bits_grow_with_the_learning_rate() -> None:
-    rates = [1e-8 * 2**i for i in range(30)]
-    bits = [expected_bits(rate) for rate in rates]
-    assert bits == sorted(bits)
-    assert (bits[0], bits[-1]) == (0.2, 4.2)
 
 
 COLUMNS = 1024 * 512 // 4
@@ -191,12 +151,20 @@ def test_micro_batches(policy: str, hosts: int, again: tuple[int, int]) -> None:
         tagc.explain(SHAPES, policy, world_size=4, micro_batches=0)
 
 
+def test_explain_refuses() -> None:
+    with pytest.raises(tagc.PolicyError, match="needs a measured or a given link"):
+        tagc.explain(SHAPES, "auto", world_size=4)
+    with pytest.raises(ValueError, match="4 ranks do not divide among 3 replicas"):
+        tagc.explain(SHAPES, "dense", world_size=4, replicas=3)
+    with pytest.raises(tagc.PolicyError, match="has no section sites"):
+        tagc.explain(SHAPES, "hybrid", world_size=4, sites=2)
+
+
 def test_explain_ddp_in_python() -> None:
-    shapes = {"layers.0.mlp.up_proj.weight": (1024, 512)}
     with pytest.raises(tagc.PolicyError, match=r"DDP and replicate\(\) all ranks are replicas"):
-        tagc.explain(shapes, "loco-4bit", world_size=4, replicas=2, ddp=True)
+        tagc.explain(SHAPES, "loco-4bit", world_size=4, replicas=2, ddp=True)
     with pytest.raises(ValueError, match=r"is for sites, .* leave ddp out"):
-        tagc.explain(shapes, "sites", world_size=4, sites=2, ddp=True)
+        tagc.explain(SHAPES, "sites", world_size=4, sites=2, ddp=True)
     mixed = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512).bfloat16(), nn.LayerNorm(512))
     with pytest.raises(ValueError, match=r"of 2 dtypes \(torch.float32, torch.bfloat16\)"):
         tagc.explain(mixed, "loco-4bit", world_size=4, ddp=True)

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
-from tagc.costs import shapes as shapes_of_models
 from tagc.costs.shapes import ModelError, ModelShapes, load_model
 
 LLAMA = {
@@ -39,38 +37,11 @@ def shapes(model: ModelShapes) -> dict[str, tuple[int, ...]]:
 # Configs of transformers
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """For transformers: makes blocks without a head; the names of the classes that it is asked."""
-    asked: list[str | None] = []
-
-    def make(path: Path, name: str | None) -> nn.Module:
-        asked.append(name)
-        return nn.ModuleList(nn.Linear(3, 4, device="meta") for _ in range(2))
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(shapes_of_models, "_by_transformers", make)
-    return asked
-
-
-def test_a_config_is_made_by_transformers(tmp_path: Path, stand_in: list[str | None]) -> None:
-    model = load_model(write(tmp_path / "config.json", LLAMA))
-    assert model.source == "config.json of llama"
-    assert model.blocks == ("0", "1")
-    write(tmp_path / "config.json", LLAMA | {"architectures": None})
-    assert load_model(str(tmp_path)).numel == model.numel
-    assert stand_in == ["LlamaForCausalLM", None]
-
-
 def test_without_transformers_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path = write(tmp_path / "config.json", LLAMA)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match="To build its model, pip install transformers"):
         load_model(path)
-    assert str(caught.value) == (
-        f"{path} is a transformers config. To build its model, pip install transformers "
-        "(tagc[recipes] has it). Or give the model's safetensors files, or module:function"
-    )
 
 
 @pytest.mark.recipes
@@ -135,22 +106,12 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     assert shapes(several) == PARAMETERS
     assert several.source.startswith("model.safetensors.index.json of 2 files, BF16/F32")
     assert load_model(str(tmp_path)) == several
-    (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"cannot read .*b\.safetensors: No such file"):
-        load_model(str(index))
     save_file({"other": torch.zeros(1, dtype=torch.float32)}, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match=r"names scale in b\.safetensors, but it is not there"):
         load_model(str(index))
     index.unlink()
     with pytest.raises(ModelError, match=r"several safetensors files.*a\.safetensors, b\."):
         load_model(str(tmp_path))
-
-
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"neither safetensors files nor a config\.json"):
-        load_model(str(tmp_path))
-    with pytest.raises(ModelError, match="holds no model: neither a config"):
-        load_model(write(tmp_path / "x.json", {"a": 1}))
 
 
 # Functions

@@ -38,18 +38,13 @@ def question(sites: int = 2, shapes: Any = SHAPES) -> Question:
     )
 
 
-def test_gradients_in_every_step() -> None:
-    (dense,), _ = site_costs(question(), [])
-    assert dense.every == 1
-    assert dense.wire_bytes == about(2 * NUMEL)  # bfloat16, to the other site
-    assert dense.link == about(0.01 + 2 * NUMEL / 1e6)
-    assert dense.waits == pytest.approx(dense.link - 0.1)
-
-
 @pytest.mark.parametrize("delay", [0, 7])
 def test_changes(delay: int) -> None:
     """An exchange takes 0.55 s, a step 0.1 s."""
-    _, cost = site_costs(question(), [policy(every=16, delay=delay)])[0]
+    dense, cost = site_costs(question(), [policy(every=16, delay=delay)])[0]
+    assert dense.wire_bytes == about(2 * NUMEL)  # bfloat16, to the other site, in every step
+    assert dense.link == about(0.01 + 2 * NUMEL / 1e6)
+    assert dense.waits == pytest.approx(dense.link - 0.1)
     seconds = 2 * 0.01 + MESSAGE / 1e6
     assert cost.wire_bytes == about(MESSAGE / 16)
     assert cost.link == about(seconds / 16)
@@ -84,24 +79,14 @@ def test_of_the_command(capsys: Any) -> None:
     given = ["advise", "--params", "1e8", "--sites", "4", "--bandwidth", "200Mbit"]
     assert main([*given, "--latency", "50ms", "--step-time", "1s"]) == 0
     text = capsys.readouterr().out
-    assert "4 sites of 1 ranks; 200 Mbit/s and 50 ms a collective between sites" in text
     table = [line.split() for line in text.split("\n\n")[1].splitlines()]
-    lines = {name: cells for name, *cells in table}
-    assert lines["sites"][0] == "32"
-    assert lines["sites-thin"][0] == "80"
-    assert lines["loco-4bit"][0] == "1"
+    every = {name: cells[0] for name, *cells in table if cells}
+    assert (every["sites"], every["sites-thin"], every["loco-4bit"]) == ("32", "80", "1")
     assert "sites-thin waits least" in text
     assert main([*given, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {"dense bf16", "sites"} <= {cost["name"] for cost in data["candidates"]}
     assert "half-bit" in data["refused"]
-
-
-def test_explain_refuses() -> None:
-    with pytest.raises(tagc.PolicyError, match="has no section sites"):
-        tagc.explain(SHAPES, "hybrid", world_size=4, sites=2)
-    with pytest.raises(ValueError, match="5 ranks do not divide among 2 sites"):
-        tagc.explain(SHAPES, "sites", world_size=5, sites=2)
 
 
 def test_the_memory_of_units_that_are_exchanged_at_once() -> None:

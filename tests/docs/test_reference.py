@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from reference import policy_reference
 from tagc.codecs.feedback import FeedbackConfig
 from tagc.policy import Tuning
@@ -42,17 +40,3 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
         assert len(row[3]) > 5, row
     # A row for each key of each part that a file can have.
     assert len(rows(REFERENCE)) == sum(len(part.model_fields) for part in PARTS)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "| `gradients` | list of: [A rule for gradients or replicas]"
-        "(#a-rule-for-gradients-or-replicas) | this or `extends` |",
-        "| `extends` | text | none |",
-        "| `lead` | number, at least 0.05, at most 1, `measured` | `1.0` |",
-        "| `reset_steps` | whole number, at least 1 | `1024` |",
-    ],
-)
-def test_rows(row: str) -> None:
-    assert row in REFERENCE

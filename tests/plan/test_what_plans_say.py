@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 import tagc
-from tagc.codecs import Special
 from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import ModelShapes
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.plan.table import Row, merged
-from tagc.policy import Policy, PolicyError
+from tagc.policy import Policy
 
-DENSE = [{"when": {}, "codec": {"kind": "dense"}}]
 SHAPES = {
     "embed_tokens.weight": (4096, 64),
     "layers.0.mlp.up_proj.weight": (256, 64),
@@ -81,22 +79,6 @@ def test_compressing_nothing_is_answered_with_number_and_key(tmp_path: Path):
             tagc.explain(lora, "one-bit", world_size=2, ddp=ddp)
 
 
-def test_vectors_alone_are_answered_with_a_name():
-    with pytest.raises(tagc.PolicyError, match=r"write `name: layers\.0\.b` under `when`"):
-        tagc.explain({"layers.0.b": (99999,)}, "loco-4bit", world_size=2)
-
-
-def test_frozen_values_that_few_bits_cannot_carry_are_a_reason():
-    param = UnitParam(
-        name="mask", shape=(256, 256), columns=32768, frozen=True, special=Special.NOT_FINITE
-    )
-    unit = UnitInfo(name="", params=(param,), world_size=2, dtype=torch.float32)
-    rules = [{"when": {"name": "*"}, "codec": {"kind": "quantized"}}]
-    policy = Policy.load({"schema": 1, "gradients": DENSE, "parameters": rules})
-    with pytest.raises(PolicyError, match="frozen, with values that are not finite"):
-        build_plan([], policy, gathers=[unit])
-
-
 # Warnings
 
 
@@ -135,7 +117,6 @@ def test_a_plan_that_sends_more_than_dense_says_so():
         (FOUR, {"kind": "residual", "lead": 0.5}, (1024, 256), "a lead makes gradients noisier"),
         (FOUR, {"kind": "residual", "lead": 1}, (1024, 256), ""),
         ({"kind": "matrix", "group": 8}, {}, (8192, 8), "more than twice the bits of their codes"),
-        ({"kind": "matrix", "group": 8}, {}, (8192, 2048), ""),
     ],
 )  # fmt: skip
 def test_what_users_should_know_is_noted(
@@ -180,16 +161,9 @@ def rules(*gradients: dict[str, object]) -> dict[str, object]:
 
 
 def warnings(model: nn.Module, policy: str | dict[str, object]) -> tuple[str, ...]:
-    plan = plan_shapes(
-        ModelShapes.of(model),
-        Policy.load(policy),
-        world_size=2,
-        replicas=1,
-        dtype=torch.float32,
-        parameter_dtype=torch.bfloat16,
-        choose=None,
-    )
-    return plan.warnings
+    dtypes: Any = {"dtype": torch.float32, "parameter_dtype": torch.bfloat16}
+    shapes, loaded = ModelShapes.of(model), Policy.load(policy)
+    return plan_shapes(shapes, loaded, world_size=2, replicas=1, choose=None, **dtypes).warnings
 
 
 @pytest.mark.parametrize("policy", ["hybrid", rules({"when": {}, "codec": FOUR})])
@@ -228,41 +202,23 @@ def row(param: str, unit: str = "(root)", **changes: Any) -> Row:
     return Row(unit=unit, param=param, **(values | changes))
 
 
-def names(rows: list[Row]) -> list[tuple[str, str, int]]:
-    return [(r.unit, r.param, r.alike) for r in merged(rows)]
-
-
 def test_blocks_are_one_line_with_the_bytes_of_all():
+    """Only those that are alike, and only combinations of numbers that are all there."""
     rows = [row("embed.weight")]
     rows += [row(f"layers.{i}.wq.weight", f"layers.{i}") for i in range(33)]
-    rows += [row(f"layers.{i}.wo.weight", f"layers.{i}") for i in range(33)]
-    assert names(rows) == [
+    rows += [row(f"layers.{i}.wo", f"layers.{i}", wire_bytes=16 + i // 3) for i in range(4)]
+    rows += [row(f"layers.{i}.experts.{e}.w1") for i in range(2) for e in range(3 - i)]
+    assert [(r.unit, r.param, r.alike) for r in merged(rows)] == [
         ("(root)", "embed.weight", 1),
         ("layers.{0–32}", "layers.{0–32}.wq.weight", 33),
-        ("layers.{0–32}", "layers.{0–32}.wo.weight", 33),
-    ]
-    block = merged(rows)[1]
-    assert (block.dense_bytes, block.wire_bytes, block.stored_bytes) == (33 * 64, 33 * 16, 33 * 8)
-
-
-def test_only_combinations_that_are_all_there_are_merged():
-    rows = [row(f"layers.{i}.experts.{e}.w1") for i in range(2) for e in range(3 - i)]
-    assert names(rows)[1:] == [
+        ("layers.{0–2}", "layers.{0–2}.wo", 3),
+        ("layers.3", "layers.3.wo", 1),
+        ("(root)", "layers.{0–1}.experts.0.w1", 2),
         ("(root)", "layers.{0–1}.experts.1.w1", 2),
         ("(root)", "layers.0.experts.2.w1", 1),
     ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"shape": (4, 5)}, {"wire_bytes": 17.0}, {"direction": "parameters"}],
-)
-def test_a_block_that_is_not_alike_has_a_line_of_its_own(change):
-    rows = [row(f"layers.{i}.wq", f"layers.{i}", **(change if i == 3 else {})) for i in range(5)]
-    assert names(rows) == [
-        ("layers.{0–2,4}", "layers.{0–2,4}.wq", 4),
-        ("layers.3", "layers.3.wq", 1),
-    ]
+    block = merged(rows)[1]
+    assert (block.dense_bytes, block.wire_bytes, block.stored_bytes) == (33 * 64, 33 * 16, 33 * 8)
 
 
 def test_a_plan_prints_blocks_once_and_all_of_them_in_full():
@@ -270,8 +226,4 @@ def test_a_plan_prints_blocks_once_and_all_of_them_in_full():
     plan = tagc.explain(shapes | {"norm.weight": (256,)}, "loco-4bit", world_size=4)
     short, full = str(plan).splitlines(), plan.full.splitlines()
     assert len(full) - len(short) == 2 * 11
-    (line,) = (line for line in short if "mlp.wa" in line)
-    assert "layers.{0–11}.mlp.wa.weight" in line
-    assert line.split()[2] == "12"
     assert short[-1].split() == full[-1].split()  # the totals
-    assert "×" not in next(line for line in full if line.startswith("unit")).split()

@@ -22,14 +22,12 @@ INVALID = [
     ("attention", "[mlp, HEAD]", f"4:24: {AT}when.role[1]: unknown value 'HEAD'", "mean 'head'?"),
     ("kind: dense", "kind: 7", "11:13: gradients[1].codec.kind: unknown value 7;", "matrix, dense"),
     ("0.2", "1.5", f"7:7: {AT}codec.density: must be less than or equal to 1", "not 1.5"),
-    ("0.2", "!!float x", f"7:7: {AT}codec.density: 'x' is not a valid float", ""),
     ("kind: sketch\n      ", "", f"5:5: {AT}codec.kind: the key is missing", ""),
     ("symbol: int8x4", "density: 1", f"8:7: {AT}codec.density: duplicate key", "first on line 7"),
     ("schema: 1\n", "", "1:1: schema: the key is missing", ""),
     ("about: a", "3: a", "2:1: a key is not a string", ""),
     ("a test", "&a x\n<<: {about: y}", "3:1: '<<': unknown key", ""),
     ("a test", "!!python/name:os.system x", "2:1: about: the YAML tag", "is not supported"),
-    ("a test", '"\\ud800"', "2:1: about: '\\ud800' is not a valid str", ""),
     ("a test", "\x07", "2:8: invalid YAML: the character U+0007", ""),
     ("role: attention", "name: *.wq", "4:19: invalid YAML", "quote a glob that starts with '*'"),
     ("role: attention", "name: *wq", f"4:12: {AT}when.name: YAML aliases", "quote a glob"),
@@ -37,34 +35,23 @@ INVALID = [
     ("role: attention", "min_numel: 2, max_numel: 1", f"4:5: {AT}when: min_numel 2 is above", ""),
     ("{kind: dense}", "{kind: dense}\n    feedback: {}", "12:5: gradients[1].feedback: kind", ""),
     # Every codec has its own values, and their neighbours.
-    (
-        DENSE,
-        "{kind: quantized, bits: 3}",
-        "11:30: gradients[1].codec.bits: unknown value 3; did you mean 4? available: 4, 8",
-        "",
-    ),
+    (DENSE, "{kind: quantized, bits: 3}", "11:30: gradients[1].codec.bits: unknown", "mean 4? ava"),
     (DENSE, "{kind: quantized, block: '128'}", "11:30: ", "did you mean 128, without quotes?"),
-    (
-        "density: 0.2",
-        "density: 1\n      warmup_steps: 2147483648",
-        "8:7: ",
-        "less than or equal to 2147483647, not 2147483648",
-    ),
-    (
-        DENSE,
-        GATHERED % "sketch",
-        "12:33: parameters[0].codec.kind: unknown value 'sketch'; "
-        "available: quantized, delta, exact, dense",
-        "",
-    ),
+    (DENSE, GATHERED % "sketch", "12:33: parameters[0].codec.kind: unknown value 'sketch'", ""),
     (DENSE, GATHERED % "quantized, keep_for_backward: 1", "12:50: ", "true or false, not 1"),
     # Feedback must go with the codec.
+    (
+        DENSE,
+        "{kind: quantized, rounding: stochastic}\n    feedback: {kind: residual}",
+        "12:5: ",
+        "rounding 'stochastic'; choose none",
+    ),
     ("residual", "average", f"9:5: {AT}feedback: kind 'average' would forget most", ""),
     ("residual", "residual, beta: 0.5", f"9:5: {AT}feedback: ", "only for the kind 'average'"),
     (DENSE, "{kind: dense}\n    feedback: {kind: residual}", "12:5: ", "has no effect"),
     *(
         ("role: attention", f"layers: {layers}", f"4:12: {AT}when.layers: must be a range", "")
-        for layers in ("3-1", "[1]", "[0, true]", "1.5", "[0, 10000000000]")
+        for layers in ("3-1", "[0, true]", "[0, 10000000000]")
     ),
 ]
 
@@ -96,32 +83,19 @@ def test_error_in_the_whole_file(text, expected, tmp_path):
 
 def test_all_errors_are_listed_by_line(tmp_path):
     text = BASE
-    for old, new in [
+    for old, new in (
         ("about: a test", "abot: x\nschema: 1"),
-        ("attention", "attenton"),
-        ("0.2", "7"),
-        ("int8x4", "*alias"),
-        ("bfloat16", "bf16"),
-    ]:
+        *(("attention", "attenton"), ("0.2", "7"), ("int8x4", "*alias"), ("bfloat16", "bf16")),
+    ):
         text = text.replace(old, new)
-    assert [line.split(": ")[:2] for line in errors(text, tmp_path)] == [
-        ["p.yaml:2:1", "abot"],
-        ["p.yaml:3:1", "schema"],
-        ["p.yaml:5:12", "gradients[0].when.role"],
-        ["p.yaml:8:7", "gradients[0].codec.density"],
-        ["p.yaml:9:7", "gradients[0].codec.symbol"],
-        ["p.yaml:10:32", "gradients[0].feedback.dtype"],
-    ]
+    found = [line.partition(": ")[0].removeprefix("p.yaml:") for line in errors(text, tmp_path)]
+    assert found == ["2:1", "3:1", "5:12", "8:7", "9:7", "10:32"]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "attn_only",
-            "did you mean 'attn-only'? available: attn-only, auto, dense, exact",
-        ),
-        ("zzz", "no built-in policy 'zzz'; available: attn-only, auto"),
+        ("attn_only", "did you mean 'attn-only'? available: attn-only, auto, dense, exact"),
         ("missing/p", "missing/p: cannot be read: No such file"),
         (5, "not int"),
         (
@@ -132,12 +106,7 @@ def test_all_errors_are_listed_by_line(tmp_path):
             {"schema": 1, "gradients": [MEASURED], "replicas": [MEASURED]},
             "<dict>: replicas[0]: feedback.lead 'measured' differs from rank to rank",
         ),
-        ({}, "<dict>: schema: the key is missing\n<dict>: gradients: the key is missing"),
         ({1: 2}, "<dict>: [1]: a key must be a string, not 1"),
-        (
-            {"schema": 1, "extends": "dense", "roles": {"mpl": "x"}},
-            "<dict>: roles.mpl: unknown key; did you mean 'mlp'? available: attention, mlp,",
-        ),
         (  # an error that tagc has no words for
             {"schema": 1, "extends": "dense", "replicas": [{"when": {}, "codec": HUGE}]},
             ", not <int>",

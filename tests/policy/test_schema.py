@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-import pytest
-
-import tagc
 from tagc.policy import json_schema
 
 SHIPPED = resources.files("tagc.policies")
@@ -33,12 +30,6 @@ def alternatives(node: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_shipped_file_is_what_the_model_says():
     """`tagc schema > policies/policy.schema.json` brings it up to date."""
     assert (SHIPPED / "policy.schema.json").read_text() == json_schema()
-
-
-@pytest.mark.parametrize("name", tagc.policies())
-def test_shipped_policies_name_the_schema(name: str):
-    text = (SHIPPED / f"{name}.yaml").read_text()
-    assert text.startswith("# yaml-language-server: $schema=policy.schema.json\n")
 
 
 def test_no_other_key_is_allowed():

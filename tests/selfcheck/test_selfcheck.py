@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import Call, KernelError, Recorder, check, every_call
+from tagc.selfcheck import KernelError, check, every_call
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")
@@ -98,17 +98,6 @@ def test_an_error_names_operator_shapes_versions_and_the_way_out():
         assert part in message
 
 
-def test_all_failures_are_listed_if_it_goes_on():
-    def fails(**arguments: Any) -> None:
-        raise RuntimeError("no")
-
-    wrong = [call for call in CALLS if call.operator == "quantize"]
-    others = [call for call in ONE_OF_EACH.values() if call.operator != "quantize"]
-    checked = check(standin("fails", quantize=fails), CPU, [*wrong, *others], go_on=True)
-    assert list(checked.failures) == wrong
-    assert checked.calls == others
-
-
 @pytest.mark.parametrize("operator", ["quantize", "quantize_matrix", "encode"])
 def test_inputs_have_what_kernels_stumble_over(operator):
     for case in (case_of(call) for call in CALLS if call.operator == operator):
@@ -118,18 +107,3 @@ def test_inputs_have_what_kernels_stumble_over(operator):
         assert (x == 0).any()
         results = case.run(REFERENCE, Tensor.clone)
         assert any((result != case.tensors[name]).any() for name, result in results.items())
-
-
-def test_calls_are_noted_once():
-    new = []
-    recorder = Recorder(REFERENCE, lambda: new.append(1))
-    call = ONE_OF_EACH["dequantize"]
-    case = case_of(call)
-    for _ in range(2):
-        case.run(recorder.ops, Tensor.clone)
-    (noted,) = recorder.calls
-    assert noted == Call(
-        "dequantize", (1, 8), (("message", torch.int32), ("out", call.dtype("out"))),
-        case.call.options,
-    )  # fmt: skip
-    assert new == [1]
