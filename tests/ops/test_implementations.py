@@ -16,6 +16,7 @@ import torch
 from support.kernel_cases import kernels
 from tagc.ops import Ops, compiles_ahead, cpu, get_ops, reference
 from tagc.ops.implementations import _warn_reference
+from tagc.selfcheck.calls import OPERATORS
 
 
 def test_choice(monkeypatch):
@@ -102,6 +103,8 @@ def test_has_the_operators_and_signatures_of_the_contract(ops):
     # Those for devices can be compiled ahead, see `DeviceOps`.
     ahead = ["compiling_only", "recorded"] if ops not in (cpu, reference) else []
     assert ops.__all__ == sorted([*CONTRACT, *ahead])
+    launching = {name for name in CONTRACT if not name.startswith(("prepare", "release"))}
+    assert launching == {*OPERATORS}
     for name, method in CONTRACT.items():
         wanted = signature_of(method)
         _, *parameters = wanted.parameters.values()
