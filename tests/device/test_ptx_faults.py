@@ -86,9 +86,9 @@ def total() -> None:
 
 
 def test_finds_nothing_where_nothing_is_wrong():
-    with emulated() as done:
+    with emulated() as launches:
         total()
-    assert done.launches == {"total_kernel": 1}
+    assert launches == {"total_kernel": 1}
 
 
 @pytest.mark.parametrize(

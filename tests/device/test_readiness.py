@@ -44,13 +44,13 @@ def unchecked(monkeypatch):
 
 
 def test_kernels_are_compiled_and_checked_before_the_first_step():
-    with emulated() as done:
+    with emulated() as launches:
         text = make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
     assert text is not None
     assert text.startswith("kernels: 4 kinds of calls give the reference's bits")
     # Of gradients and of parameters, wherever tensors lie.
     each = 2 * len(PLACEMENTS)
-    assert done.launches == {"quantize_kernel": each, "dequantize_kernel": each}
+    assert launches == {"quantize_kernel": each, "dequantize_kernel": each}
 
 
 def test_a_wrong_kernel_is_refused():

@@ -51,18 +51,6 @@ def test_shape(symbol, numel, keys):
         assert layout.partition >= 32
 
 
-# Dietzfelbinger & Walzer: below this many cells per key, peeling fails however large the table.
-@pytest.mark.parametrize(
-    ("keys", "least"),
-    [(100, 1.570), (512, 1.425), (4096, 1.295), (1 << 22, 1.222)],
-)
-def test_cells_per_key_exceed_the_peeling_threshold(keys, least):
-    layout = plan_layout(LARGE, INT32, keys)
-    margin = layout.cells / keys - least
-    # A margin of 4.5 / sqrt(keys), and what rounding up to whole partitions may add.
-    assert 4.5 / keys**0.5 <= margin <= 4.5 / keys**0.5 + MAX_HASHES / keys + 1e-9
-
-
 def test_direct_where_a_table_would_be_no_smaller():
     # 6 partitions of 32 cells are the smallest table there is.
     assert plan_layout(192, INT32, 1).direct

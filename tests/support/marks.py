@@ -1,7 +1,6 @@
 """Marks of tests."""
 
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,12 +38,3 @@ def varied(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function
         seen |= left.pop(best)
         chosen.append(best)
     return [cases[i] for i in chosen]
-
-
-def covering(*axes: Iterable[Any]) -> list[Any]:
-    """All combinations. `make test` runs a few that together have every value of every axis; the
-    rest are for `make test-slow`."""
-    values = [[*axis] for axis in axes]
-    longest = max(map(len, values))
-    chosen = [tuple(axis[turn % len(axis)] for axis in values) for turn in range(longest)]
-    return [pytest.param(*some) if some in chosen else slow(*some) for some in product(*values)]

@@ -15,13 +15,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-SHAPES = {
-    "norm.weight": (6,),
-    "mlp.up.weight": (13, 6),
-    "mlp.down.weight": (7, 13),
-    "head.weight": (3, 7),
-}
-
 
 class Block(nn.Module):
     """No size divides by a number of ranks. Tensor parallelism divides `up` by rows, which FSDP

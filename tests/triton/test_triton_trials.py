@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from device.ptx.launch import emulated
 from support.edges import (
     BF16,
     CODES,
@@ -28,7 +29,6 @@ from support.edges import (
     layout_of,
     matrix,
     random_matrix,
-    tensors_of,
     ties,
 )
 from support.kernel_cases import kernels
@@ -73,7 +73,7 @@ def put_off() -> Iterator[Case]:
         (("int8x4", BF16, BF16), 12_000, 1),
     ):  # fmt: skip
         made = encoding(form, n, W=1, hashes=hashes, seed=4)
-        t = tensors_of(made)
+        t = made.tensors
         t["grad"].clamp_(-1, 1)
         t["residual"].zero_()
         t["threshold"].fill_(1.0)
@@ -85,7 +85,7 @@ def full_bin() -> Iterator[Case]:
     n = 2 * 32 * 1024 - 37
     for size in (1.0, 3.9):
         made = changed(encoding(("int32x1", BF16, None), n, W=1, hashes=4), capacity=64)
-        t = tensors_of(made)
+        t = made.tensors
         t["grad"].fill_(size)
         t["grad"][0, -9:] = 5.0
         t["threshold"].fill_(1.0)
@@ -155,8 +155,8 @@ EMULATED = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "arch"), EMULATED)
-def test_compiled(emulation: Any, name: str, arch: int) -> None:
-    with emulation(arch):
+def test_compiled(name: str, arch: int) -> None:
+    with emulated(arch):
         CASES[name]("cpu")
 
 
