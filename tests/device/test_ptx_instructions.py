@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device.ptx import control
-from device.ptx.faults import DivergenceError, NotEmulatedError, RaceError
+from device.ptx.faults import DivergenceError, NotEmulatedError
 from device.ptx.launch import execute
 from device.ptx.parse import parse
 
@@ -30,26 +30,15 @@ HEAD = """
 """
 
 
-def launch(
-    body: str, out: Tensor, *, threads: int = 32, shared: int = 0, programs: int = 1
-) -> None:
+def launch(body: str, out: Tensor, *, threads: int = 32) -> None:
     """Run lines of PTX; %rd1 is the address of ``out``, %rd3 that of the thread's element, %r90 the
     thread."""
     lines = "".join(f"\t{line.strip()}\n" for line in body.strip().splitlines())
     kernel = parse(HEAD + lines + "\tret;\n}\n")
     execute(
-        kernel, control.compiled(kernel), [("out", "*i32", out)], (programs, 1, 1), threads, shared,
+        kernel, control.compiled(kernel), [("out", "*i32", out)], (1, 1, 1), threads, 0,
         np.random.default_rng(0),
     )  # fmt: skip
-
-
-def test_a_volatile_read_may_meet_an_atomic_update():
-    out = torch.zeros(1, dtype=torch.int32)
-    body = "{} %r1, [ %rd1 + 0 ];\nred.global.gpu.relaxed.add.u32 [ %rd1 + 0 ], 1;"
-    launch(body.format("ld.volatile.global.b32"), out, programs=3)
-    assert out[0] == 96
-    with pytest.raises(RaceError, match=r"by another program|without a barrier"):
-        launch(body.format("ld.global.b32"), out, programs=3)
 
 
 def test_not_all_threads_reach_a_barrier():
