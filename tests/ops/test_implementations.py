@@ -73,9 +73,6 @@ def test_what_cannot_run_is_refused(device, name, message):
         get_ops(device, name)
 
 
-# Every implementation has the contract's operators and signatures
-
-
 # By name: the methods of `Ops` and of the protocols that it is made of.
 CONTRACT: dict[str, Callable[..., Any]] = {
     name: method
@@ -94,11 +91,6 @@ def ops(request) -> ModuleType:
     return {"reference": reference, "cpu": cpu}[request.param]
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as the types that they stand for."""
-    return inspect.signature(function, eval_str=True)
-
-
 def test_has_the_operators_and_signatures_of_the_contract(ops):
     # Those for devices can be compiled ahead, see `DeviceOps`.
     ahead = ["compiling_only", "recorded"] if ops not in (cpu, reference) else []
@@ -106,6 +98,6 @@ def test_has_the_operators_and_signatures_of_the_contract(ops):
     launching = {name for name in CONTRACT if not name.startswith(("prepare", "release"))}
     assert launching == {*OPERATORS}
     for name, method in CONTRACT.items():
-        wanted = signature_of(method)
+        wanted, found = (inspect.signature(f, eval_str=True) for f in (method, getattr(ops, name)))
         _, *parameters = wanted.parameters.values()
-        assert signature_of(getattr(ops, name)) == wanted.replace(parameters=parameters), name
+        assert found == wanted.replace(parameters=parameters), name

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from support.small_net import loss_of, net
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.edges import BF16, I32, matrix, random_matrix
+from support.edges import BF16, I32
 from support.exact import equal
 from support.kernel_cases import kernels
-from support.trials import Case, Trial, one_of_each
+from support.trials import Case, one_of_each
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
@@ -47,15 +47,6 @@ def test_a_cuda_graph_holds_a_call(case: Case):
         graph.replay()
         for name, x in want.items():
             equal(tensors[name].cpu(), x)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(512, 4096), (3, 16384), (2048, 1500)])
-@pytest.mark.parametrize(("bits", "group"), [(1, 1), (2, 1), (1, 8)])
-def test_large_matrices(bits, group, rows, columns):
-    """Sizes of a model's layers: many programs, long lanes."""
-    x = random_matrix((2, rows, columns), np.random.default_rng(0)).to(BF16)
-    trial = Trial("", (lambda: matrix(x, bits, group, x.clone(), dtype=BF16),))
-    trial.check(kernels("ops"), torch.device("cuda"), "aligned")
 
 
 def test_peeling_is_over_before_the_last_launch():
