@@ -291,6 +291,10 @@ MODES = {
 FORMATS = (("int8x4", F32, F32), ("int16x2", BF16, F32), ("int32x1", F32, F32))
 
 
+def tensors_of(made: Case) -> dict[str, Any]:
+    return made.tensors
+
+
 def encoding(
     form: tuple[str, torch.dtype, torch.dtype | None],
     n: int,
@@ -342,7 +346,7 @@ def changed(made: Case, **options: Any) -> Case:
 def both_ways(made: Case, divisor: int = 3) -> Iterator[Case]:
     """Encode, then decode for the first rank what all rows send."""
     yield made
-    t = made.tensors
+    t = tensors_of(made)
     sent = made.run(REFERENCE, Tensor.clone)
     yield decoding(
         made.call.option("layout"), sent["index"], sent["cells"].sum(0, dtype=I32),
@@ -375,7 +379,7 @@ def decoding(
 def _() -> Iterator[Case]:
     for form in (FORMATS[0], FORMATS[1], ("int32x1", BF16, None)):
         made = encoding(form, 2600, W=3, hashes=4, seed=1)
-        t, groups = made.tensors, made.call.option("layout").groups
+        t, groups = tensors_of(made), made.call.option("layout").groups
         t["support"] = to_bitmap(torch.rand(3, groups, generator=torch.manual_seed(0)) < 1 / 3)
         if groups % 32:  # bits past the last group mean nothing
             t["support"][:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)
@@ -383,7 +387,7 @@ def _() -> Iterator[Case]:
         t["grad"][0, 3], t["grad"][0, 400], t["grad"][1, 5] = NAN, INF, -INF
         yield from both_ways(made)
     made = encoding(FORMATS[0], 130, hashes=3)
-    t = made.tensors
+    t = tensors_of(made)
     t["grad"][1, 7] = t["residual"][1, 7] = 3e38
     yield from both_ways(made)
 
@@ -392,7 +396,7 @@ def ties(sizes: Iterable[tuple[int, int]]) -> Iterator[Case]:
     """Of ``n`` equal groups and a larger one, as many as fit."""
     for n, capacity in sizes:
         made = changed(encoding(FORMATS[2], n, W=1, hashes=4, seed=2), capacity=capacity)
-        t = made.tensors
+        t = tensors_of(made)
         t["grad"].fill_(2.0)
         t["residual"].zero_()
         t["grad"][0, n // 2] = -3.0
@@ -406,9 +410,9 @@ def _() -> Iterator[Case]:
     made = changed(encoding(FORMATS[2], 900, W=1, hashes=4), capacity=333)
     order = np.random.default_rng(0).permutation(900)
     bits = (0x40490000 + order).astype(np.int32)
-    made.tensors["grad"][0] = torch.from_numpy(bits).view(F32)
-    made.tensors["residual"].zero_()
-    made.tensors["threshold"].fill_(1.0)
+    tensors_of(made)["grad"][0] = torch.from_numpy(bits).view(F32)
+    tensors_of(made)["residual"].zero_()
+    tensors_of(made)["threshold"].fill_(1.0)
     yield made
 
 
@@ -416,27 +420,27 @@ def _() -> Iterator[Case]:
 def _() -> Iterator[Case]:
     # int32x1 sends integers beyond 2**23, where every float32 is one, and clips at its largest.
     made = encoding(FORMATS[2], 257, "all above", W=1, hashes=3)
-    t = made.tensors
+    t = tensors_of(made)
     t["step"] = t["threshold"] = torch.tensor([2.0**-6])
     t["grad"][0, :8] = torch.tensor([2.0**17 + 2**-7, 2.0**30, -(2.0**31), 2.0**16, 0, 0, 0, 1])
     t["grad"][0, 8:] *= 2.0**10
     yield from both_ways(made)
     made = changed(encoding(FORMATS[0], 64, "room for all", W=1), levels=127)
-    t = made.tensors
+    t = tensors_of(made)
     t["residual"].zero_()
     t["grad"][0] = torch.arange(64) * 0.5 - 16
     t["step"] = t["threshold"] = torch.ones(1)
     yield from both_ways(made, 1)
     # A residual in bfloat16 stays finite.
     made = encoding(("int8x4", BF16, BF16), 300, W=1, hashes=3)
-    t = made.tensors
+    t = tensors_of(made)
     t["grad"][0, ::2], t["grad"][0, 1::6] = 3.38e38, -3.38e38
     t["residual"] = torch.full_like(t["residual"], 1e36)
     yield from both_ways(made)
     # Subnormal sums neither vanish nor round in any dtype's own way.
     for form in (FORMATS[0], ("int8x4", BF16, BF16), ("int8x4", F16, F32)):
         made = encoding(form, 100, W=1)
-        t = made.tensors
+        t = tensors_of(made)
         t["grad"][0] = (torch.arange(100) - 50) * (2.0**-24 if form[1] == F16 else 2.0**-133)
         t["residual"][0] = (torch.arange(100) % 7) * 2.0**-133
         t["threshold"], t["step"] = torch.tensor([2.0**-90]), torch.tensor([2.0**-94])
@@ -446,7 +450,7 @@ def _() -> Iterator[Case]:
 @edge("sketch: an estimate on top of the largest bfloat16 stays finite")
 def _() -> Iterator[Case]:
     made = encoding(("int8x4", BF16, BF16), 1600, "all above", hashes=3, room=0.3)
-    t = made.tensors
+    t = tensors_of(made)
     t["step"] = t["threshold"] = torch.full((2,), 2.0**90)
     t["grad"].zero_()
     t["residual"] = torch.full((2, 1600), 3.3895313892515355e38, dtype=BF16)
@@ -459,14 +463,14 @@ def _() -> Iterator[Case]:
     cannot be found again from cell and residual."""
     for form, mode in zip(FORMATS, ("overflow", "usual", "overflow"), strict=True):
         made = encoding(form, 2400, mode, hashes=1)
-        t, lanes = made.tensors, SYMBOLS[form[0]].lanes
+        t, lanes = tensors_of(made), SYMBOLS[form[0]].lanes
         for x in (t["grad"], t["residual"]):
             x[:, 5 :: 8 * lanes] = -0.0
         t["grad"][0, 3 :: 4 * lanes] = t["step"][0] * (2.0**25 + 2.0**3)
         t["grad"][0, 2 :: 12 * lanes] = t["step"][0] * 1.5 * 2.0**30
         yield from both_ways(made)
     made = encoding(FORMATS[0], 2400, W=3, hashes=1)
-    t = made.tensors
+    t = tensors_of(made)
     for x in (t["grad"], t["residual"]):
         x[1, ::4] = -0.0
     t["grad"][2, ::64] = 2.0**100

@@ -156,7 +156,8 @@ def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) 
     if seed is not None:
         v = dither_of(seed, wide.size).reshape(wide.shape)
         clipped = np.where(exact > 0, (clipped + v).astype(np.float32), 0.0)
-    return (np.rint(clipped) * np.where(finite[:, None], exact, np.nan)).reshape(-1)[:n]
+    scale = np.where(finite, s, np.float32(np.nan)).astype(np.float64)
+    return (np.rint(clipped) * scale[:, None]).reshape(-1)[:n]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

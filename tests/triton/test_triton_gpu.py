@@ -45,8 +45,7 @@ def test_a_cuda_graph_holds_a_call(case: Case):
             if x is not None:
                 tensors[name].copy_(x)
         graph.replay()
-        for name, x in want.items():
-            equal(tensors[name].cpu(), x)
+        equal({name: tensors[name].cpu() for name in want}, want)
 
 
 def test_peeling_is_over_before_the_last_launch():

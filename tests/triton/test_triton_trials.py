@@ -28,6 +28,7 @@ from support.edges import (
     large_tables,
     matrix,
     random_matrix,
+    tensors_of,
     ties,
 )
 from support.kernel_cases import kernels
@@ -72,7 +73,7 @@ def put_off() -> Iterator[Case]:
         (("int8x4", BF16, BF16), 12_000, 1),
     ):  # fmt: skip
         made = encoding(form, n, W=1, hashes=hashes, seed=4)
-        t = made.tensors
+        t = tensors_of(made)
         t["grad"].clamp_(-1, 1)
         t["residual"].zero_()
         t["threshold"].fill_(1.0)
@@ -84,7 +85,7 @@ def full_bin() -> Iterator[Case]:
     n = 2 * 32 * 1024 - 37
     for size in (1.0, 3.9):
         made = changed(encoding(("int32x1", BF16, None), n, W=1, hashes=4), capacity=64)
-        t = made.tensors
+        t = tensors_of(made)
         t["grad"].fill_(size)
         t["grad"][0, -9:] = 5.0
         t["threshold"].fill_(1.0)
