@@ -22,10 +22,13 @@ CPU = torch.device("cpu")
 
 def plan() -> Plan:
     """A unit with a segment in 4 bits, whose parameters travel in 8."""
-    param = UnitParam(name="a.weight", shape=(32, 64), columns=1024)
-    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=(param,))
+    params = (
+        UnitParam(name="a.weight", shape=(32, 64), columns=1024),
+        UnitParam(name="b.bias", shape=(32,), columns=16),
+    )
+    info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=params)
     rule: dict[str, Any] = {
-        "when": {"name": "*"},
+        "when": {"name": "a.*"},
         "codec": {"kind": "quantized", "bits": 4, "block": 32},
     }
     feedback = {"kind": "residual", "dtype": "bfloat16"}
