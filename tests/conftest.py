@@ -1,10 +1,7 @@
 """What all tests share."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,41 +57,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Thousands of tests, with their parameters, stay until the end."""
     collect_seldom()
-
-
-@pytest.fixture
-def emulation(record_property: Any) -> Callable[..., Any]:
-    """Context in which kernels are compiled and emulated, and counted for the summary; its
-    arguments are those of ``device.ptx.launch.emulated``."""
-    from device.ptx.launch import emulated
-
-    @contextlib.contextmanager
-    def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with emulated(*args, **kwargs) as done:
-            try:
-                yield done
-            finally:
-                several = sum(done.several.values())
-                record_property("emulated", [sum(done.launches.values()), several])
-                record_property("variants", sorted(done.variants))
-
-    return counting
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count the launches of the tests without a GPU, in all processes."""
-    reports = [r for found in terminalreporter.stats.values() for r in found]
-    tests, failed, launches, several, variants = 0, 0, 0, 0, set()
-    for report in reports:
-        found = dict(getattr(report, "user_properties", ()))
-        if "emulated" in found and report.when == "call":
-            tests += 1
-            failed += report.failed
-            launches += found["emulated"][0]
-            several += found["emulated"][1]
-            variants.update(found["variants"])
-    if tests:
-        terminalreporter.write_line(
-            f"kernels emulated: {tests} tests, {launches} launches checked for races, {several} of "
-            f"several programs, {len(variants)} variants of PTX; {failed} tests with a fault"
-        )

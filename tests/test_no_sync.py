@@ -6,8 +6,9 @@ collectives; on a GPU (``-m gpu``) all of it, with NCCL and a single rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,13 +20,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from support.exact import EXACT
-from support.sync import synchronizing_raises
 from support.units import AVG, codec_plan, normal, unit_plan
 from tagc.codecs.workspace import Workspace
 from tagc.collect import UnitReducer, transport
 from tagc.ops import get_ops
 
 META = torch.device("meta")
+
+
+@contextmanager
+def synchronizing_raises() -> Iterator[None]:
+    """Inside, torch raises if the host would wait for the device (except for some operations)."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # It warns once that it is a prototype; warnings are errors here.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class OnDevice(TorchDispatchMode):

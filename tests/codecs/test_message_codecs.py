@@ -41,8 +41,7 @@ class LoCo:
             self.error = torch.zeros_like(self.error)
         self.steps += 1
         h = gradient + self.error
-        row = oracle.quantize_row(h.numpy(), self.bits, self.block)
-        sent = torch.from_numpy(oracle.elements_of(row, len(h)))
+        sent = torch.from_numpy(oracle.quantize_row(h.numpy(), self.bits, self.block))
         left = (h.double() - sent).float()
         self.error = self.beta * self.error + (1 - self.beta) * left
         return sent

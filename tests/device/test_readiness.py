@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import pytest
@@ -24,27 +22,23 @@ CPU = torch.device("cpu")
 
 def plan() -> Plan:
     """A unit with a segment in 4 bits, whose parameters travel in 8."""
-    shapes = {"a.weight": (32, 64), "b.bias": (32,)}
-    params = tuple(
-        UnitParam(name=name, shape=shape, columns=math.prod(shape) // 2)
-        for name, shape in shapes.items()
+    params = (
+        UnitParam(name="a.weight", shape=(32, 64), columns=1024),
+        UnitParam(name="b.bias", shape=(32,), columns=16),
     )
     info = UnitInfo(name="unit", world_size=2, dtype=torch.bfloat16, params=params)
-    when = {"name": ["a.*"]}
-    policy: dict[str, Any] = {
-        "schema": 1,
-        "gradients": [
-            {
-                "when": when,
-                "codec": {"kind": "quantized", "bits": 4, "block": 32},
-                "feedback": {"kind": "residual", "dtype": "bfloat16"},
-            }
-        ],
-        "parameters": [{"when": when, "codec": {"kind": "quantized", "bits": 8}}],
+    rule: dict[str, Any] = {
+        "when": {"name": "a.*"},
+        "codec": {"kind": "quantized", "bits": 4, "block": 32},
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return build_plan([info], tagc.Policy.load(policy), gathers=[info])
+    feedback = {"kind": "residual", "dtype": "bfloat16"}
+    eight = {"codec": {"kind": "quantized", "bits": 8}}
+    policy = {
+        "schema": 1,
+        "gradients": [rule | {"feedback": feedback}],
+        "parameters": [rule | eight],
+    }
+    return build_plan([info], tagc.Policy.load(policy), gathers=[info])
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +47,13 @@ def unchecked(monkeypatch):
 
 
 def test_kernels_are_compiled_and_checked_before_the_first_step():
-    with emulated() as done:
+    with emulated() as launches:
         text = make_ready(plan(), get_ops("cuda", "triton"), CPU, shown=False)
     assert text is not None
     assert text.startswith("kernels: 4 kinds of calls give the reference's bits")
     # Of gradients and of parameters, wherever tensors lie.
     each = 2 * len(PLACEMENTS)
-    assert done.launches == {"quantize_kernel": each, "dequantize_kernel": each}
+    assert launches == {"quantize_kernel": each, "dequantize_kernel": each}
 
 
 def test_a_wrong_kernel_is_refused():

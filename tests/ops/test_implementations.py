@@ -16,6 +16,7 @@ import torch
 from support.kernel_cases import kernels
 from tagc.ops import Ops, compiles_ahead, cpu, get_ops, reference
 from tagc.ops.implementations import _warn_reference
+from tagc.selfcheck.calls import OPERATORS
 
 
 def test_choice(monkeypatch):
@@ -72,9 +73,6 @@ def test_what_cannot_run_is_refused(device, name, message):
         get_ops(device, name)
 
 
-# Every implementation has the contract's operators and signatures
-
-
 # By name: the methods of `Ops` and of the protocols that it is made of.
 CONTRACT: dict[str, Callable[..., Any]] = {
     name: method
@@ -93,16 +91,13 @@ def ops(request) -> ModuleType:
     return {"reference": reference, "cpu": cpu}[request.param]
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as the types that they stand for."""
-    return inspect.signature(function, eval_str=True)
-
-
 def test_has_the_operators_and_signatures_of_the_contract(ops):
     # Those for devices can be compiled ahead, see `DeviceOps`.
     ahead = ["compiling_only", "recorded"] if ops not in (cpu, reference) else []
     assert ops.__all__ == sorted([*CONTRACT, *ahead])
+    launching = {name for name in CONTRACT if not name.startswith(("prepare", "release"))}
+    assert launching == {*OPERATORS}
     for name, method in CONTRACT.items():
-        wanted = signature_of(method)
+        wanted, found = (inspect.signature(f, eval_str=True) for f in (method, getattr(ops, name)))
         _, *parameters = wanted.parameters.values()
-        assert signature_of(getattr(ops, name)) == wanted.replace(parameters=parameters), name
+        assert found == wanted.replace(parameters=parameters), name

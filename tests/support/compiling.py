@@ -15,27 +15,26 @@ from typing import Any
 
 import torch
 
-from support.trials import BLOCKS, DITHERED, MATRICES, SKETCHES
+from support.trials import BF16, BLOCKS, DITHERED, F32, MATRICES, SKETCHES
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import MatrixLayout
-from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
 
-F32, BF16 = torch.float32, torch.bfloat16
 CPU = get_ops("cpu", "cpu")
-# Decoding only, without a residual: for a shared support, or with a lead.
-DECODED = [("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)]
 
 
 def sketches() -> None:
     """All kernels of sketches."""
     for symbol, gradient, residual in SKETCHES:
-        CPU.prepare(sketch(symbol, 1000), gradient, residual)  # direct, so `select` too
+        # Direct, so `select` too.
+        CPU.prepare(plan_layout(1000, SYMBOLS[symbol], 1000), gradient, residual)
     one, seed, stats = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.empty(2).int()
-    for symbol, gradient in DECODED:
-        layout = sketch(symbol)
+    # Without a residual only decoding: for a shared support, or with a lead.
+    for symbol, gradient in (("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)):
+        layout = plan_layout(1000, SYMBOLS[symbol], 20)
         index = torch.zeros(1, layout.index_words, dtype=torch.int32)
         cells = torch.zeros(layout.cells, dtype=torch.int32)
         out = torch.zeros(layout.numel, dtype=gradient)
@@ -60,10 +59,6 @@ def others() -> None:
     for bits, group, gradient, residual in MATRICES:
         layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)
-
-
-def sketch(symbol: str, keys: int = 20) -> SketchLayout:
-    return plan_layout(1000, SYMBOLS[symbol], keys)
 
 
 # They take about as long.

@@ -80,11 +80,8 @@ def _wrapped_model() -> dict[str, Any]:
     names["loss"](names["model"](names["micro_batches"][0])).backward()
     names["optimizer"].step()
     compressor = tagc.compressor(names["model"])
-    return names | {"compressor": compressor, "old_scale": 1024.0, "new_scale": 512.0}
-
-
-def _loggers() -> dict[str, Any]:
-    return _wrapped_model() | {"step": 100, "rank": 0, "wandb": mock.Mock(), "writer": mock.Mock()}
+    loggers = {"step": 100, "wandb": mock.Mock(), "writer": mock.Mock()}
+    return names | loggers | {"compressor": compressor, "old_scale": 1024.0, "new_scale": 512.0}
 
 
 def _transports() -> dict[str, Any]:
@@ -109,7 +106,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a model": _model,
     "a sharded model": _sharded_model,
     "a wrapped model": _wrapped_model,
-    "a wrapped model and loggers": _loggers,
+    "a wrapped model and loggers": lambda: _wrapped_model() | {"rank": 0},
     "the names of tagc/collect/transport.py": _transports,
 }
 
@@ -146,24 +143,20 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     # There are other lines around those of a class, there is no GPU, and two steps are as many.
     source = textwrap.dedent(block.text).replace('"cuda"', '"cpu"').replace("range(20)", "range(2)")
     code = compile(source, block.where, "exec")
-    path = _file_of(block)
-    if path is None:
+    name = _module_of(block)
+    if name is None:
         exec(code, names)
         return
-    module = sys.modules[_module(path)]
+    module = sys.modules[name]
     exec(code, vars(module))
     names.update({k: v for k, v in vars(module).items() if not k.startswith("__")})
 
 
-def _file_of(block: Block) -> str | None:
-    """``tagc/codecs/float8.py``, where the text says that the block is this new file."""
+def _module_of(block: Block) -> str | None:
+    """``tagc.codecs.float8``, where the text says that the block is this new file."""
     file = block.before.lstrip().removeprefix("`").partition("`")[0]
     new = file.startswith("tagc/") and file.endswith(".py") and not (ROOT / file).exists()
-    return file if new else None
-
-
-def _module(path: str) -> str:
-    return path.removesuffix(".py").replace("/", ".")
+    return file.removesuffix(".py").replace("/", ".") if new else None
 
 
 @contextlib.contextmanager
@@ -175,8 +168,9 @@ def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
             (folder / name).write_text(block.text, encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
-    files = [path for path in map(_file_of, found) if path is not None]
-    modules = {_module(path): ModuleType(_module(path)) for path in files} | _stand_ins()
+    modules = {name: ModuleType(name) for name in map(_module_of, found) if name is not None}
+    modules["evenly"] = ModuleType("evenly")  # a library that does not exist
+    vars(modules["evenly"])["Sharded"] = type("Sharded", (nn.Module,), {"reduce_hook": None})
     before = Path.cwd()
     sys.modules.update(modules)
     with contextlib.ExitStack() as stack:
@@ -190,17 +184,6 @@ def _surroundings(folder: Path, found: list[Block]) -> Iterator[None]:
             os.chdir(before)
             for name in modules:
                 del sys.modules[name]
-
-
-def _stand_ins() -> dict[str, ModuleType]:
-    """Stand-ins for libraries that do not exist, with the names that pages use."""
-    evenly = ModuleType("evenly")
-
-    class Sharded(nn.Module):
-        reduce_hook = None
-
-    vars(evenly)["Sharded"] = Sharded
-    return {"evenly": evenly}
 
 
 def _check_recipes(names: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -338,10 +337,6 @@ def encoding(
     return case_with("encode", tensors, layout=layout, levels=symbol.levels(W), capacity=capacity)
 
 
-def layout_of(made: Case) -> Any:
-    return dict(made.call.options)["layout"]
-
-
 def changed(made: Case, **options: Any) -> Case:
     """The case with other options."""
     merged = dict(made.call.options) | options
@@ -354,7 +349,7 @@ def both_ways(made: Case, divisor: int = 3) -> Iterator[Case]:
     t = tensors_of(made)
     sent = made.run(REFERENCE, Tensor.clone)
     yield decoding(
-        layout_of(made), sent["index"], sent["cells"].sum(0, dtype=I32),
+        made.call.option("layout"), sent["index"], sent["cells"].sum(0, dtype=I32),
         t["step"][:1], t["seed"], None if t["residual"] is None else t["residual"][0],
         dtype=t["grad"].dtype, divisor=divisor,
     )  # fmt: skip
@@ -384,7 +379,7 @@ def decoding(
 def _() -> Iterator[Case]:
     for form in (FORMATS[0], FORMATS[1], ("int32x1", BF16, None)):
         made = encoding(form, 2600, W=3, hashes=4, seed=1)
-        t, groups = tensors_of(made), layout_of(made).groups
+        t, groups = tensors_of(made), made.call.option("layout").groups
         t["support"] = to_bitmap(torch.rand(3, groups, generator=torch.manual_seed(0)) < 1 / 3)
         if groups % 32:  # bits past the last group mean nothing
             t["support"][:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)
@@ -526,13 +521,14 @@ def large_tables() -> Iterator[Case]:
 # Thresholds
 
 
-def at_the_bounds(times: int) -> Iterator[Case]:
+@edge("steer: at the bounds")
+def _() -> Iterator[Case]:
     """Thresholds and exponents at their bounds, from both sides; a step is never 0."""
     state = torch.ones(STATES, 1, 4)
     state[THRESHOLD, 0] = torch.tensor([2.0**-96, 2.0**96, 2.0**-95, 2.0**95])
     state[SIDE, 0] = torch.tensor([-1.0, 1, 1, -1])
     counts = torch.tensor([[[0, 9, 0, 0], [5000, 9000, 100, 0]] * 2], dtype=I32)
-    for _ in range(times):
+    for _ in range(8):
         tensors = {
             "counts": counts, "target": torch.tensor([100.0]), "max_boost": torch.tensor([1.0]),
             "scale": torch.tensor([2.0**-20]), "state": state,
@@ -540,9 +536,6 @@ def at_the_bounds(times: int) -> Iterator[Case]:
         made = case_with("steer", tensors)
         yield made
         state = made.run(REFERENCE, Tensor.clone)["state"]
-
-
-EDGES["steer: at the bounds"] = partial(at_the_bounds, 8)
 
 
 # Leads

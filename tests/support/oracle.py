@@ -7,7 +7,6 @@ mistake in ``tagc.ops`` or ``tagc.ops.symbols`` cannot hide here, too. For small
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -112,14 +111,6 @@ def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
-@dataclass
-class Quantized:
-    """A row quantized in blocks."""
-
-    scale: np.ndarray  # [blocks] float32
-    q: np.ndarray  # [blocks, block] int64
-
-
 def dither_of(seed: int, n: int) -> np.ndarray:
     """The dither for ``n`` codes of a row with this seed, float64."""
     salt = mix(seed & MASK)
@@ -137,10 +128,9 @@ def rounded_up(s: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> Quantized:
-    """Codes and scales of ``BlockOps.quantize`` for float32 ``x`` ``[n]``.
-
-    With a seed, codes are dithered.
+def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> np.ndarray:
+    """What arrives ``[n]`` of ``BlockOps.quantize`` for float32 ``x`` ``[n]``; float64, NaN where
+    the scale is NaN. With a seed, codes are dithered.
 
     In float64 products of float32 are exact; ``np.float32`` rounds them once.
     """
@@ -166,13 +156,8 @@ def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) 
     if seed is not None:
         v = dither_of(seed, wide.size).reshape(wide.shape)
         clipped = np.where(exact > 0, (clipped + v).astype(np.float32), 0.0)
-    q = np.rint(clipped).astype(np.int64)
-    return Quantized(np.where(finite, s, np.float32(np.nan)), q)
-
-
-def elements_of(row: Quantized, n: int) -> np.ndarray:
-    """The decoded values, ``[n]`` float64, NaN where the scale is NaN."""
-    return (row.q * row.scale.astype(np.float64)[:, None]).reshape(-1)[:n]
+    scale = np.where(finite, s, np.float32(np.nan)).astype(np.float64)
+    return (np.rint(clipped) * scale[:, None]).reshape(-1)[:n]
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
-from support.small_net import Net, loss_of, net
+from support.small_net import Net, loss_of, net, sharded
 
 DENSE = {"when": {}, "codec": {"kind": "dense"}}
 FOUR_BITS = {
@@ -49,10 +48,8 @@ def inside(kind: str, rank: int, world_size: int) -> tuple[nn.Module, Any, int]:
     if kind == "one device":
         return net(), None, rank
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("site", "shard"))
-    model = net()
     if kind == "DDP":
-        model = DistributedDataParallel(model, process_group=mesh["shard"].get_group())
+        model = DistributedDataParallel(net(), process_group=mesh["shard"].get_group())
     else:
-        for module in (model.first[2], model.first, model.second, model):
-            fully_shard(module, mesh=mesh["shard"])
+        model = sharded(mesh=mesh["shard"])
     return model, mesh["site"], rank // 2

@@ -55,10 +55,8 @@ def codec_plan(
     direction: Direction = "gradients",
 ) -> UnitPlan:
     """The same unit, with any codec for `a` and `c`."""
-    rule = {"when": {"name": ["a.*", "c.*"]}, "codec": codec}
-    if feedback is not None:
-        rule["feedback"] = feedback
-    return plan_of(world_size, dtype, _with_rule(rule, direction), direction=direction)
+    rules = _with_rule(["a.*", "c.*"], codec, feedback, direction)
+    return plan_of(world_size, dtype, rules, direction=direction)
 
 
 def matrix_plan(
@@ -73,9 +71,6 @@ def matrix_plan(
     shapes = {
         "a": (13, 70), "b": (6, 5), "c0": (3, 33), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5),
     }  # fmt: skip
-    rule: dict[str, Any] = {"when": {"name": ["a.*", "c*"]}, "codec": codec}
-    if feedback is not None:
-        rule["feedback"] = feedback
     params = tuple(
         UnitParam(
             name=f"{name}.weight",
@@ -84,11 +79,16 @@ def matrix_plan(
         )
         for name, shape in shapes.items()
     )
-    return plan_of(world_size, dtype, _with_rule(rule, direction), params, direction)
+    rules = _with_rule(["a.*", "c*"], codec, feedback, direction)
+    return plan_of(world_size, dtype, rules, params, direction)
 
 
-def _with_rule(rule: dict[str, Any], direction: Direction) -> Policy:
+def _with_rule(
+    names: list[str], codec: dict[str, Any], feedback: dict[str, Any] | None, direction: Direction
+) -> Policy:
     dense = {"when": {}, "codec": {"kind": "dense"}}
+    rule = {"when": {"name": names}, "codec": codec}
+    rule |= {} if feedback is None else {"feedback": feedback}
     return Policy.load({"schema": 1, "gradients": [dense], direction: [rule]})
 
 

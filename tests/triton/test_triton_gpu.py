@@ -1,16 +1,19 @@
-"""The Triton operators on a GPU: nothing waits for it, graphs, sizes."""
+"""The Triton operators on a GPU: in graphs, and in large sizes."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from support.edges import BF16, I32, matrix, random_matrix
+from support.edges import BF16, I32
+from support.exact import equal
 from support.kernel_cases import kernels
-from support.sync import synchronizing_raises
-from support.trials import Case, Trial, one_of_each
+from support.trials import Case, one_of_each
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BlockLayout
@@ -23,55 +26,26 @@ pytestmark = pytest.mark.gpu
 REFERENCE = get_ops("cpu", "reference")
 
 
-def on_the_device(case: Case) -> dict[str, Tensor | None]:
-    return {n: None if x is None else x.cuda() for n, x in case.tensors.items()}
-
-
-def call(case: Case, tensors: dict[str, Tensor | None]) -> None:
-    getattr(kernels("ops"), case.call.operator)(**tensors, **dict(case.call.options))
-
-
-@pytest.mark.parametrize("case", one_of_each(), ids=lambda case: case.call.operator)
-def test_nothing_waits_for_the_device(case: Case):
-    if case.call.operator == "peel":
-        pytest.skip("its results are chosen by a mask")
-    tensors = on_the_device(case)
-    call(case, tensors)
-    with synchronizing_raises():
-        call(case, tensors)
-
-
 @pytest.mark.parametrize("case", one_of_each(), ids=lambda case: case.call.operator)
 def test_a_cuda_graph_holds_a_call(case: Case):
+    """So nothing in it waits for the device: a capture would fail."""
     if case.call.operator == "peel":
         pytest.skip("its results are new tensors")
-    tensors, graph = on_the_device(case), torch.cuda.CUDAGraph()
-    call(case, tensors)
+    graph, operator = torch.cuda.CUDAGraph(), getattr(kernels("ops"), case.call.operator)
+    tensors: Any = {n: None if x is None else x.cuda() for n, x in case.tensors.items()}
+    call = partial(operator, **tensors, **dict(case.call.options))
+    call()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        call(case, tensors)
+        call()
     kernels("ops").release()
     want = case.run(REFERENCE, Tensor.clone)
     for _ in range(2):
         for name, x in case.tensors.items():
             if x is not None:
-                given = tensors[name]
-                assert given is not None
-                given.copy_(x)
+                tensors[name].copy_(x)
         graph.replay()
-        for name, x in want.items():
-            got = tensors[name]
-            assert got is not None
-            torch.testing.assert_close(got.cpu(), x, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(512, 4096), (3, 16384), (2048, 1500)])
-@pytest.mark.parametrize(("bits", "group"), [(1, 1), (2, 1), (1, 8)])
-def test_large_matrices(bits, group, rows, columns):
-    """Sizes of a model's layers: many programs, long lanes."""
-    x = random_matrix((2, rows, columns), np.random.default_rng(0)).to(BF16)
-    trial = Trial("", (lambda: matrix(x, bits, group, x.clone(), dtype=BF16),))
-    trial.check(kernels("ops"), torch.device("cuda"), "aligned")
+        equal({name: tensors[name].cpu() for name in want}, want)
 
 
 def test_peeling_is_over_before_the_last_launch():
@@ -99,37 +73,31 @@ def needs(gigabytes: int) -> None:
         pytest.skip(f"needs {gigabytes} GB of free device memory")
 
 
-def test_blocks_of_more_than_two_to_the_31_elements():
-    n = (1 << 31) + 1040
+@pytest.mark.parametrize(
+    ("operator", "layout", "where", "values"),
+    [
+        (
+            "quantize", BlockLayout(numel=(1 << 31) + 1040, bits=4, block=256),
+            [0, 5, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, -1], [7, 7, 14, 21, 28, 35],
+        ),
+        # Rows among ones. The columns' sums are about 2**17, so all scales are exact.
+        (
+            "quantize_matrix", MatrixLayout(rows=(1 << 17) + 1, columns=1 << 14),
+            [0, 5, (1 << 16) + 1, -1], [1.25, 2, 1.5, -3],
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_more_than_two_to_the_31_elements(operator, layout, where, values):
     needs(24)
-    ops, layout = kernels("ops"), BlockLayout(numel=n, bits=4, block=256)
-    where = torch.tensor([0, 5, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, n - 1], device="cuda")
-    grad = torch.zeros(1, n, dtype=BF16, device="cuda")
-    grad[:, where] = torch.tensor([7.0, 7, 14, 21, 28, 35], device="cuda").to(BF16)
+    columns = getattr(layout, "columns", 1)
+    grad = torch.full((1, layout.numel), float(columns > 1), dtype=BF16, device="cuda")
+    grad.view(-1, columns)[where] = torch.tensor(values, dtype=BF16, device="cuda")[:, None]
     residual = torch.zeros_like(grad)
     message = torch.empty(1, layout.words, dtype=I32, device="cuda")
-    ops.quantize(grad, residual, message, layout=layout, average=0.0)
-    assert not residual[:, where].any()
-    out = torch.full((1, n), float("nan"), dtype=BF16, device="cuda")
-    ops.dequantize(message[None], out, layout=layout, divisor=1)
-    assert torch.equal(out, grad)
-
-
-def test_matrices_of_more_than_two_to_the_31_elements():
-    rows, columns = (1 << 17) + 1, 1 << 14
-    needs(24)
-    ops, layout = kernels("ops"), MatrixLayout(rows=rows, columns=columns)
-    # The columns' sums are about 2**17, so all scales are exact and nothing is left.
-    where = torch.tensor([0, 5, (1 << 16) + 1, rows - 1], device="cuda")
-    grad = torch.ones(1, rows * columns, dtype=BF16, device="cuda")
-    values = torch.tensor([1.25, 2, 1.5, -3], dtype=BF16, device="cuda")
-    grad.view(rows, columns)[where] = values[:, None]
-    residual = torch.zeros_like(grad)
-    message = torch.empty(1, layout.words, dtype=I32, device="cuda")
-    ops.quantize_matrix(grad, residual, message, layout=layout, average=0.0)
+    getattr(kernels("ops"), operator)(grad, residual, message, layout=layout, average=0.0)
     assert not residual.any()
-    out = torch.full((1, rows * columns), float("nan"), dtype=BF16, device="cuda")
-    ops.dequantize_matrix(message[None], out, layout=layout, divisor=1)
+    out = torch.full_like(grad, float("nan"))
+    getattr(kernels("ops"), f"de{operator}")(message[None], out, layout=layout, divisor=1)
     assert torch.equal(out, grad)
 
 

@@ -17,13 +17,8 @@ CUDA = torch.device("cuda", 0)
 
 
 class Device:
-    """A stand-in for a GPU: its streams, captures, and what was allocated when.
-
-    Attributes:
-        stream: the current one.
-        graph: the one that is being captured, or None.
-        origin: by address of a tensor: the graph whose memory it is, or None.
-    """
+    """A stand-in for a GPU: its current stream, the graph that it captures, and whose memory a
+    tensor's address is in: a graph's, or None."""
 
     def __init__(self) -> None:
         self.stream, self.graph = 1, None
@@ -62,46 +57,31 @@ def take(purpose: str = "keys", layout: int = 0) -> Tensor:
     return kernels("scratch").buffer(purpose, (8,), torch.int32, CUDA, layout)
 
 
-def test_kept_for_one_stream(device):
+def test_kept_for_one_stream_until_released(device):
     first = take()
     assert take() is first
     assert take("other") is not first
     assert take(layout=1) is not first
     device.stream = 2
-    second = take()
-    assert second is not first
+    assert take() is not first
     device.stream = 1
     assert take() is first
-
-
-def test_released(device):
-    first = take()
     kernels("scratch").release()
     assert take() is not first
 
 
-def test_a_graph_uses_only_its_own_memory(device):
-    take()  # on the stream that captures later
+def test_a_graph_has_memory_of_its_own(device):
+    before = take()  # on the stream that captures later
     for graph in ("first", "second"):
         with device.capture(graph):
-            for purpose in ("keys", "table"):
-                assert device.origin[take(purpose).data_ptr()] == graph
-    with device.capture("third"):
-        kernels("scratch").release()
-        assert device.origin[take().data_ptr()] == "third"
-
-
-def test_calls_outside_of_a_graph_never_use_its_memory(device):
-    before = take()
-    with device.capture("graph"):
-        take()
-        take("table")
-    assert take() is before
-    assert device.origin[take("table").data_ptr()] is None
-    kernels("scratch").release()
-    assert device.origin[take().data_ptr()] is None
-
-
-def test_buffers_of_one_operator_are_different_in_a_capture(device):
-    with device.capture("graph"):
-        assert take() is not take()
+            one, other = take(), take()  # two of one operator
+            assert one is not other
+            for found in (one, other, take("table")):
+                assert device.origin[found.data_ptr()] == graph
+            if graph == "second":
+                kernels("scratch").release()
+                assert device.origin[take().data_ptr()] == graph
+        if graph == "first":
+            assert take() is before
+        assert device.origin[take().data_ptr()] is None
+        assert device.origin[take("table").data_ptr()] is None

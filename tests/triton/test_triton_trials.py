@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from device.ptx.launch import emulated
 from support.edges import (
     BF16,
     CODES,
@@ -25,7 +26,6 @@ from support.edges import (
     edges,
     encoding,
     large_tables,
-    layout_of,
     matrix,
     random_matrix,
     tensors_of,
@@ -155,8 +155,8 @@ EMULATED = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "arch"), EMULATED)
-def test_compiled(emulation: Any, name: str, arch: int) -> None:
-    with emulation(arch):
+def test_compiled(name: str, arch: int) -> None:
+    with emulated(arch):
         CASES[name]("cpu")
 
 
@@ -168,7 +168,7 @@ def test_on_a_gpu(name: str) -> None:
 
 def test_the_least_partition_of_packed_entries():
     """The most hashes of a cell, and 2 by which the first may be missed, fit 16 bits."""
-    layout = layout_of(next(iter(large_tables())))
+    layout = next(iter(large_tables())).call.option("layout")
     for partition, expected in ((65539, True), (65538, False)):
         assert kernels("table").packed(replace(layout, partition=partition)) is expected
         assert expected is False or -(-(2**32) // partition) + 2 <= 2**16

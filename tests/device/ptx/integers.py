@@ -129,40 +129,19 @@ def funnel(i: Instruction) -> Step:
 def field(i: Instruction) -> Step:
     """A field of bits, its place and length in the low bytes of two words."""
 
-    def low_ones(count):
-        # A shift by 64 is not defined, here.
-        ones = (np.uint64(1) << np.minimum(count, np.uint64(63))) - np.uint64(1)
-        return np.where(count < 64, ones, ~np.uint64(0))
-
-    def extract_wide(x, place, length):
-        place, length = (v.astype(np.uint64) & np.uint64(255) for v in (place, length))
-        got = np.where(place < 64, x >> np.minimum(place, np.uint64(63)), np.uint64(0))
-        got &= low_ones(length)
-        if i.kind == "s":
-            last = np.minimum(
-                place + np.maximum(length, np.uint64(1)) - np.uint64(1), np.uint64(63)
-            )
-            negative = (length > 0) & ((x >> last) & np.uint64(1) != 0)
-            kept = np.minimum(length, np.uint64(64) - np.minimum(place, np.uint64(64)))
-            got = np.where(negative, got | ~low_ones(kept), got)
-        return got
-
-    if i.bits == 64:
-        return calculation(i, extract_wide, 64, 32, 32)
+    signed = i.kind == "s"
+    number: Any = np.int64 if signed else np.uint64
 
     def extract(x, place, length):
-        place, length = (
-            np.minimum(v & np.uint32(255), np.uint32(32)).astype(np.int64) for v in (place, length)
-        )
-        x = x.astype(np.int64)
-        got = (x >> place) & ((1 << length) - 1)
-        if i.kind == "s":
-            sign = (x >> np.minimum(place + length - 1, 31)) & 1
-            kept = np.minimum(length, 32 - place)
-            got = np.where((length > 0) & (sign != 0), got | (-1 << np.maximum(kept, 0)), got)
-        return (got & 0xFFFFFFFF).astype(np.uint32)
+        place, length = (v.astype(np.int64) & 255 for v in (place, length))
+        # Beyond the word there are copies of its sign, or zeros.
+        place = np.minimum(place, i.bits - 1 if signed else i.bits)
+        kept = np.minimum(length, i.bits - place)
+        high = x.astype(np.uint64) << (64 - place - kept).astype(np.uint64)
+        got = high.view(number) >> (64 - kept).astype(number)
+        return np.where(kept > 0, got, number(0)).astype(BITS[i.bits])
 
-    return calculation(i, extract, 32, 32, 32)
+    return calculation(i, extract, i.bits, 32, 32)
 
 
 @emulates("popc")

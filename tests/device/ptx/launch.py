@@ -6,7 +6,6 @@ import contextlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -27,29 +26,14 @@ INSTRUCTIONS = (atomics, conversions, floats, integers, memory_access, warps)
 _LANES = 4096
 
 
-@dataclass
-class Emulated:
-    """What was launched.
-
-    Attributes:
-        launches: by kernel.
-        several: those of more than one program, by kernel.
-        variants: hashes of compiled kernels.
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    several: Counter[str] = field(default_factory=Counter)
-    variants: set[str] = field(default_factory=set)
-
-
 _KERNELS: dict[str, tuple[Kernel, list[Step | None]]] = {}
 
 
 @contextlib.contextmanager
 def emulated(
     arch: int = 90, *, seed: int = 0, change: Callable[[str], str] | None = None
-) -> Iterator[Emulated]:
-    """Inside, kernels are launched on CPU tensors.
+) -> Iterator[Counter[str]]:
+    """Inside, kernels are launched on CPU tensors; yields how often, by kernel.
 
     Args:
         seed: of the order of programs and of atomic operations, and of garbage.
@@ -58,7 +42,7 @@ def emulated(
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    launch, done = JITFunction.run, Emulated()
+    launch, launches = JITFunction.run, Counter[str]()
     rng = np.random.default_rng(seed)
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -73,9 +57,7 @@ def emulated(
             parsed = parse(ptx)
             _KERNELS[key] = parsed, control.compiled(parsed)
         whole: Any = grid(named) if callable(grid) else grid
-        done.launches[self.__name__] += 1
-        done.several[self.__name__] += int(np.prod(whole)) > 1
-        done.variants.add(kernel.hash)
+        launches[self.__name__] += 1
         execute(*_KERNELS[key], _arguments(kernel, named), (*whole, 1, 1)[:3],
                 32 * kernel.metadata.num_warps, kernel.metadata.shared, rng)  # fmt: skip
         return kernel
@@ -84,7 +66,7 @@ def emulated(
         mock.patch.object(driver, "_active", Compiler(arch)),
         mock.patch.object(JITFunction, "run", run),
     ):
-        yield done
+        yield launches
 
 
 def _arguments(kernel: Any, named: dict[str, Any]) -> list[tuple[str, str, Any]]:
