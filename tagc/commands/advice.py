@@ -63,7 +63,8 @@ ADVISE = _SHARED | {
         *("dtype", "param_dtype", "inside_bandwidth", "shard_bandwidth", "memory_bandwidth"),
         *("device_memory", "ops", "plot", "learning_rate"),
     ),
-    "with --sites and --overlap": ("device",),  # which decides only how much overlaps
+    # It decides only how much overlaps.
+    "with --sites and --overlap, or without a compute time": ("device",),
     "with one rank on each host": ("inside_bandwidth",),
     "without --replicas": ("shard_bandwidth",),
     "without --device cpu": ("ops",),
@@ -157,16 +158,17 @@ def advise(args: argparse.Namespace) -> int:
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
     compared = [Policy.load(name) for name in (*data_parallel_policies(), *args.policy)]
+    no_compute = (args.step_time, args.tokens_per_rank, args.tflops) == (None, None, None)
     holds = {
         "with --sites": args.sites > 1,
-        "with --sites and --overlap": args.sites > 1 and args.overlap is not None,
+        "with --sites and --overlap, or without a compute time": (
+            args.sites > 1 and (args.overlap is not None or no_compute)
+        ),
         "with one rank on each host": args.ranks_per_host == 1,
         "without --replicas": args.replicas == 1,
         "without --device cpu": args.device != "cpu",
         "with --memory-bandwidth": args.memory_bandwidth is not None,
-        "without a compute time (--step-time)": (
-            (args.step_time, args.tokens_per_rank, args.tflops) == (None, None, None)
-        ),
+        "without a compute time (--step-time)": no_compute,
         "with a --mesh whose data-parallel ranks share a host": shared,
     }
     _refuse_without_effect(args, mesh, ADVISE, holds)
