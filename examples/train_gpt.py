@@ -85,7 +85,7 @@ def train_one_run(
 
     name = "plain FSDP2" if policy is None else Path(policy).stem
     optimizer, schedule = make_optimizer(model, args)
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
     # Rate and limit of the uncompressed run; without it, some policies need others.
     if policy is not None:
         tagc.compressor(model).keep_rates(optimizer)
