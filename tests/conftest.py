@@ -13,7 +13,7 @@ from support.marks import varied
 # Test processes share few cores, where OpenMP threads that spin for work cost more than they do.
 torch.set_num_threads(1)
 # A woken thread does not displace one that runs. Ranks share the cores, and gloo's thread spins
-# while the thread that it displaced holds a connection's lock: that took a fifth of all time.
+# while the thread that it displaced holds a connection's lock.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

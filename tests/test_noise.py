@@ -348,6 +348,19 @@ def test_each_parameter_has_its_own_factor() -> None:
     assert [(g["lr"], g["count"], len(g["params"])) for g in groups] == [(1.0, 1, 4), (0.5, 1, 1)]
 
 
+def test_a_group_that_adds_up_rates_has_one_factor() -> None:
+    """As those of schedule-free optimizers."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = Writing([{"params": params, "weight_sum": 0.0}], lr=1.0)
+    noise: Any = Mock()
+    noise.by_parameter.return_value = {id(params[0]): 4.0}
+    LearningRateScaling(optimizer, noise, second_moment=True)
+    for p in params:
+        p.grad = -torch.ones(1)
+    optimizer.step()
+    assert [p.item() for p in params] == [2, 2]
+
+
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     optimizer = stepping(foreach=False)
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)

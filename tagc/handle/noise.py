@@ -210,7 +210,9 @@ class LearningRateScaling:
         self.factors = [_mean_of(group["params"], factors) for group in optimizer.param_groups]
         self._groups = list(optimizer.param_groups)
         for group in self._groups:
-            for params in _alike(group["params"], factors):
+            # Schedule-free optimizers add up the rates of a group in it: there it has one factor.
+            whole = "weight_sum" in group
+            for params in [group["params"]] if whole else _alike(group["params"], factors):
                 factor = _mean_of(params, factors)
                 part = {**group, "params": params, "lr": group["lr"] * factor}
                 if _decays_apart(optimizer, group):
