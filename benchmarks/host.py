@@ -102,7 +102,7 @@ def measure(policy: str, steps: int) -> Record:
 def table(records: Sequence[Record]) -> str:
     """A row for each policy."""
     keys = ["policy", "tagc_ms", "share", "quartiles", "tagc_started"]
-    return markdown(keys, ([r[key] for key in keys] for r in records))
+    return markdown(keys, ([r.get(key, "") for key in keys] for r in records))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

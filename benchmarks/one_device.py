@@ -61,7 +61,8 @@ class _Copies:
 
     @staticmethod
     def all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
-        output.view(dist.get_world_size(), -1).copy_(input.reshape(1, -1))
+        rows = output.view(dist.get_world_size(), -1)
+        rows.copy_(input.reshape(1, -1).expand_as(rows))  # input may be one of the rows
         return _Done()
 
     @staticmethod

@@ -176,10 +176,11 @@ def test_all_policies_step_on_a_cpu(capsys: Any) -> None:
 
 def test_a_share_of_the_step(tmp_path: Path, capsys: Any) -> None:
     record = tmp_path / "host.jsonl"
-    args = ["--policies", "hybrid", "--steps", "2", "--json", str(record)]
+    args = ["--policies", "hybrid", "loco-4bit", "--steps", "2", "--json", str(record)]
     assert suites.main(["host", *args]) == 0
-    (found,) = map(json.loads, record.read_text().splitlines())
+    found, other = map(json.loads, record.read_text().splitlines())  # FSDP2 gathers in the other
     assert 0 < found["share"] < 1
+    assert other["tagc_started"] == 68
     # 32 blocks and the root: a launch to encode, and one to decode, in a reduction and in a gather;
     # one in a backward that reads its messages again, and one that compares fingerprints. The root
     # gathers once and has two compressed segments.
