@@ -37,7 +37,7 @@ def train(rank: int, folder: Path, kill: tuple[int, int] | None = None) -> dict[
         if kill == (rank, step):
             # As soon as the activation has its gradient, after the last unit's.
             note = folder / f"killed-{rank}-{step}"
-            model.norm.register_forward_hook(lambda *a, note=note: a[2].register_hook(die(note)))
+            model.norm.register_forward_hook(dying(note))
         loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -46,14 +46,17 @@ def train(rank: int, folder: Path, kill: tuple[int, int] | None = None) -> dict[
     return local_weights(model)
 
 
-def die(note: Path) -> Any:
-    """A hook that ends this process at once, after recording that it did."""
+def dying(note: Path) -> Any:
+    """A hook of a forward, whose backward then ends this process, after recording that it did."""
 
-    def now(grad: Tensor) -> None:
+    def die(grad: Tensor) -> None:
         note.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return now
+    def hook(module: Any, args: Any, out: Tensor) -> None:
+        out.register_hook(die)
+
+    return hook
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
