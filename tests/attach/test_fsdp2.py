@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import record_function
 
 import tagc
 from parity.option import wrap_blocks
@@ -24,6 +25,7 @@ from support.counting import counted_bytes
 from support.distributed import on_ranks
 from support.exact import EXACT, equal
 from support.failing import fails
+from support.profiling import profiled_functions
 from support.small_net import EVERYTHING
 from support.units import policy
 from tagc.codecs.matrix import MatrixPlan
@@ -76,9 +78,10 @@ def test_wire_bytes(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_profiler_ranges_name_the_unit(rank: int, world_size: int) -> None:
     model = tagc.wrap(small_net.sharded(), EVERYTHING)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    recorded = patch("tagc.collect.replay.record_function", wraps=record_function)
+    with profiled_functions(), recorded as ranges:
         small_net.loss_of(model, rank, 0).backward()
-    names = {event.key for event in profiler.key_averages()}
+    names = {call.args[0] for call in ranges.call_args_list}
     for unit in ("first.2", "first", "second", "(root)"):
         for stage in ("encode", "exchange", "decode"):
             assert f"TAGC::{stage} ({unit})" in names

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
 from support.gathering import INT8
 from support.marks import slow
+from support.profiling import profiled_functions
 from support.small_net import loss_of
 from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
@@ -100,8 +100,7 @@ def test_a_reduction_takes_no_more(
 
 def peak_of(call: Callable[[], Any]) -> int:
     """Peak bytes of a call's tensors."""
-    found: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with torch.no_grad(), found:
+    with torch.no_grad(), profiled_functions(profile_memory=True) as found:
         call()
     events = found.profiler.kineto_results.events()
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
