@@ -16,7 +16,6 @@ from tagc.collect import UnitReducer
 from tagc.collect.reducer import ReduceNatively
 from tagc.plan import UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
-from tagc.policy.rules import check_lead
 
 Named = tuple[str, nn.Parameter]
 
@@ -98,17 +97,10 @@ def reduce_whole(
 
 
 def check_policy(policy: Policy, replicas: bool) -> None:
-    """Refuse rules for replicas, averaging over them, and a lead that ranks measure."""
+    """Refuse rules for replicas, and averaging over them."""
     if policy.replicas or replicas:
         raise PolicyError(
             f"policy {policy.name!r}: with DDP and replicate() all ranks are replicas, and rules "
             "for gradients compress their all-reduce: leave out rules for replicas, and "
             "replicas=..."
         )
-    for i, rule in enumerate(policy.gradients):
-        try:
-            check_lead(rule)
-        except ValueError as error:
-            raise PolicyError(
-                f"policy {policy.name!r}, gradients[{i}], with DDP or replicate(): {error}"
-            ) from None

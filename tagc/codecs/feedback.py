@@ -19,11 +19,6 @@ therefore inverts the average. ``Q`` is the last sum that it received::
 In total, the owner has then handed out what was sent, plus ``(1 - K) / K * Q``. On average, this
 surplus equals the residuals of all ranks. Quantization noise grows by ``1 / K``, but only where it
 changes from step to step, and a momentum averages that out.
-
-``K`` depends on the codec and on the distribution of gradients: 0.35 for the largest of 8 if they
-are Gaussian, half of that if most are near zero. So it can be measured. A rank knows its gradient
-plus residual before it encodes, ``x``, and what it sends, ``C(x)``. The slope of their regression
-is ``K = E[C(x) x] / E[x x]``. Every owner uses its own measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +30,6 @@ import torch
 from pydantic import Field, model_validator
 
 from tagc.codecs.config import Strict, unit
-from tagc.ops.sampling import LEAST_SHARE
 
 OWNER_RESIDUAL = "owner_residual"
 """Name, in checkpoints, of the residual of the sums that owners send in two shots."""
@@ -50,8 +44,7 @@ class FeedbackConfig(Strict):
 
     If a codec sends the share `lead` of gradient plus residual, gradients arrive late, by
     `(1 - lead) / lead` steps on average, and lateness costs more than noise. With a `lead` below 1
-    the owner undoes the lag: it hands out `(sent - (1 - lead) * sent before) / lead`. With
-    `measured`, each rank measures the share of every segment on a sample of what it sends.
+    the owner undoes the lag: it hands out `(sent - (1 - lead) * sent before) / lead`.
     """
 
     kind: Literal["none", "residual", "average"] = "residual"
@@ -62,12 +55,9 @@ class FeedbackConfig(Strict):
     """Weight of the old value in the moving average; kind average only."""
     reset_steps: Annotated[int, Field(ge=1, le=2**31 - 1), unit("reductions")] = 1024
     """After how many reductions the moving average restarts from zero; kind average only."""
-    lead: (
-        Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")]
-        | Literal["measured"]
-    ) = 1.0
-    """Share of gradient plus residual that the codec sends in a step, or `measured`; below 1 the
-    owner undoes the lag; kind residual only."""
+    lead: Annotated[float, Field(ge=0.05, le=1, allow_inf_nan=False), unit("share")] = 1.0
+    """Share of gradient plus residual that the codec sends in a step; below 1 the owner undoes the
+    lag; kind residual only."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -152,7 +142,7 @@ class LeadFeedback(FeedbackRule):
 
     Attributes:
         lead: ``K``, the share of gradient plus residual that a message is assumed to carry, below
-            1; None if it is measured.
+            1.
     """
 
     owner_state: ClassVar[str | None] = SENT
@@ -162,13 +152,12 @@ class LeadFeedback(FeedbackRule):
         "retune the learning rate (docs/quality.md)"
     )
 
-    lead: float | None
+    lead: float
 
     @property
     def gain(self) -> float:
         """See :attr:`FeedbackRule.gain`: the worst case is a sum that changes its sign."""
-        lead = self.lead or LEAST_SHARE
-        return (2 - lead) / lead
+        return (2 - self.lead) / self.lead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,4 +197,4 @@ def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
         return AverageFeedback(dtype=dtype, beta=config.beta, reset_steps=config.reset_steps)
     if config.lead == 1:
         return ErrorFeedback(dtype=dtype)
-    return LeadFeedback(dtype=dtype, lead=None if config.lead == "measured" else config.lead)
+    return LeadFeedback(dtype=dtype, lead=config.lead)

@@ -170,7 +170,7 @@ class UnitReducer(ReducerState):
             self.waiting.hand_over(total, part)
             variant = variant._replace(levels="across")
         if messages and not capturing:
-            self.prepare_messages(1, shares=variant.measures, noise=variant.noise)
+            self.prepare_messages(1, noise=variant.noise)
         counters.steps += 1
         counters.compressed_steps += messages
         replay = self._replay(variant)
@@ -262,8 +262,7 @@ class UnitReducer(ReducerState):
         replay."""
         self._captured, self._may_capture = [], True
         if self.plan.compressed:
-            shares, noise = bool(self.programs.shares), self.gauge is not None
-            self._before_graph(1, shares=shares, noise=noise)
+            self._before_graph(1, noise=self.gauge is not None)
 
     def before_replay(self) -> None:
         """Get ready for another replay of the graph, and count the reductions that it holds."""
@@ -272,8 +271,7 @@ class UnitReducer(ReducerState):
             self.before(self.counters.all_steps)
         found = [c.variant for c in self._captured if c.variant is not None and c.variant.messages]
         if found:
-            shares, noise = (any(getattr(v, n) for v in found) for n in ("measures", "noise"))
-            self._before_graph(len(found), shares=shares, noise=noise)
+            self._before_graph(len(found), noise=any(v.noise for v in found))
         self.counters.compressed_steps += len(found)
         for variant in found:
             self.advance(variant)
@@ -281,13 +279,13 @@ class UnitReducer(ReducerState):
             self.counters.steps += 1
             self.counters.add(captured.sent)
 
-    def _before_graph(self, messages: int, *, shares: bool, noise: bool) -> None:
+    def _before_graph(self, messages: int, *, noise: bool) -> None:
         self._mix_up.check()
         self.store.wait(COUNTING)  # a graph cannot wait for what began outside of it
         if self.stamped:
             self._stamped = None  # replays may have marked other parts of the unit
             self.mark_stamps(self._lockstep.stamp())
-        self.prepare_messages(messages, shares=shares, noise=noise)
+        self.prepare_messages(messages, noise=noise)
 
     def check_capture(self, *, waits: bool) -> bool:
         """Whether a CUDA graph captures this reduction; raises RuntimeError if its replays cannot

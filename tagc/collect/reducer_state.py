@@ -24,7 +24,6 @@ from tagc.collect.replay import Replay, Store
 from tagc.collect.waiting import Waiting
 from tagc.ops import Ops
 from tagc.ops.program import Place, Program
-from tagc.ops.sampling import weights_of
 from tagc.plan import UnitPlan
 from tagc.plan.part import Part
 from tagc.plan.reductions import Reductions, Variant
@@ -33,9 +32,6 @@ _RESIDUAL = "residual"
 _BY_PARAMETER = (_RESIDUAL, OWNER_RESIDUAL, *OWNER_STATES)
 # The codecs that count what they encode.
 _COUNTING = ("quantized", "matrix")
-# Shares are measured in all of the first steps, then in one of 8: they change in the first steps,
-# while residuals fill.
-_FIRST, _EVERY = 32, 8
 
 
 @dataclass
@@ -44,13 +40,11 @@ class Progress:
 
     Attributes:
         encodings, inside: encodings so far of the messages, and of those inside hosts.
-        measured: encodings of which a share could be measured.
         begun: whether sketches have thresholds.
     """
 
     encodings: int = 0
     inside: int = 0
-    measured: int = 0
     begun: bool = False
 
 
@@ -137,33 +131,24 @@ class ReducerState:
             mean=mean,
             stamped=bool(self.stamped),
             begun=self.progress.begun or self.programs.sketches is None,
-            measures=bool(self.programs.shares) and (always or self._measures_shares(1)),
             noise=self.gauge is not None and (always or self._measures_noise(1)),
             reached=reached,
         )
-
-    def _measures_shares(self, messages: int) -> bool:
-        """Whether any of the next messages measures shares, if there are any to measure."""
-        first = self.progress.measured
-        return first < _FIRST or -first % _EVERY < messages
 
     def _measures_noise(self, messages: int) -> bool:
         first = self.counters.compressed_steps + 1
         return any(map(NoiseGauge.measures, range(first, first + messages)))
 
-    def prepare_messages(self, messages: int, *, shares: bool, noise: bool) -> None:
+    def prepare_messages(self, messages: int, *, noise: bool) -> None:
         """Do what the next message needs that depends on the host's counts. It happens before a
         program, and before every replay of a CUDA graph that holds programs for several messages,
         which then restart and measure alike.
 
         Args:
-            shares, noise: whether programs measure these, unless their step is negative.
+            noise: whether programs measure noise, unless its step is negative.
         """
         if self._periods:
             self.restart_feedback(messages)
-        if shares:
-            step = self.progress.measured if self._measures_shares(messages) else -1
-            self.store[self.programs.share_step].fill_(step)
         if noise:
             step = self.counters.compressed_steps + 1 if self._measures_noise(messages) else -1
             self.store[self.programs.noise_step].fill_(step)
@@ -186,7 +171,6 @@ class ReducerState:
             reached = variant.reached
             misses = reached is not None and self.programs.misses_sketches(Part(self.plan, reached))
             progress.encodings += 1
-            progress.measured += 1
             progress.begun = progress.begun or not misses
 
     def mark_stamps(self, mark: int) -> None:
@@ -258,8 +242,6 @@ class ReducerState:
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply all state that is in units of the gradients by ``factor``, the same on every
         rank. Call it if gradients become ``factor`` times as large."""
-        for share in self.programs.shares.values():
-            self.store[share].mul_(factor).mul_(factor)
         for stored in self._by_parameter():
             stored.mul_(factor)
         sketches = self.programs.sketches
@@ -293,10 +275,8 @@ class ReducerState:
         pairs = list(zip(by_parameter, copy, strict=False))
         if isinstance(where, Tensor):
             flag = where.to(self.store.device, torch.bool)
-            names = [share.name for share in self.programs.shares.values()]
-            for now, then in [*pairs, *((state[name], before[name]) for name in names)]:
+            for now, then in pairs:
                 now.copy_(torch.where(flag, then, now))
-            self._follow_shares()
         elif where:
             for now, then in pairs:
                 now.copy_(then)
@@ -322,9 +302,6 @@ class ReducerState:
             check_counter(name.rpartition(".")[2], state[name])
         if self.programs.sketches is not None:
             self.programs.sketches.check_state(part_of("sketch", state))
-        for share in self.programs.shares.values():
-            if float(state[share.name][1]) < 0:
-                raise ValueError("the mean square of gradient plus residual is negative")
         if NoiseGauge.in_state(state):
             NoiseGauge.check_state(state)
 
@@ -360,7 +337,7 @@ class ReducerState:
                 segments = () if messages is None else messages.segments
                 if any(kind_of(s.codec).name == kind for s in segments):
                     found[f"{stage}{kind}.steps"] = count
-        return found | {f"share.{start}.steps": "measured" for start in self.programs.shares}
+        return found
 
     def _codec_state(self) -> dict[str, Tensor]:
         self.store.wait(COUNTING)
@@ -393,7 +370,6 @@ class ReducerState:
 
     def _follow(self) -> None:
         """Compute what follows from the state."""
-        self._follow_shares()
         for stage, encoding in self.programs.encodings.items():
             if not encoding.dithered:
                 continue
@@ -404,10 +380,6 @@ class ReducerState:
                 step=encodings - 1,  # they advance before they are used
             )  # fmt: skip
             self.store[encoding.seeds].copy_(seeds)
-
-    def _follow_shares(self) -> None:
-        for start, share in self.programs.shares.items():
-            self.store[self.programs.weights(start)].copy_(weights_of(self.store[share]))
 
     def _stored(self, *kinds: str) -> dict[int, Tensor]:
         places = [p for p in self.programs.state if _kind(p) in kinds]

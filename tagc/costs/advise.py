@@ -18,7 +18,6 @@ from tagc.costs.link import PAYS, Traffic, traffic
 from tagc.costs.shapes import ModelError
 from tagc.plan import AT_ONCE, aligned, format_bytes
 from tagc.policy import Policy, PolicyError
-from tagc.policy.rules import check_lead
 
 # docs/kernels.md, "The host".
 _CPU_TIME = (
@@ -323,8 +322,6 @@ def site_costs(q: Question, policies: Sequence[Policy]) -> tuple[list[SiteCost],
         try:
             if policy.replicas:
                 raise PolicyError("it has rules for replicas")
-            for rule in policy.gradients:
-                check_lead(rule)
             found.append(_cost(q, policy, policy.name))
         except ValueError as error:
             refused[policy.name] = str(error)

@@ -262,11 +262,10 @@ class Compressor(Handle):
         Call it on all ranks, with the same ``where``.
 
         If ``where`` is a bool, the next step has the same bits as without the skipped one:
-        thresholds, supports, measured leads and the seeds of stochastic rounding and hashes are
-        also restored. If it is a tensor, only residuals and measured leads are restored, because
-        the host cannot know that a step was skipped: thresholds keep their values, and seeds
-        advance. In both cases bytes, reductions (for the warm-up and metrics) and measured noise
-        keep counting.
+        thresholds, supports and the seeds of stochastic rounding and hashes are also restored. If
+        it is a tensor, only residuals are restored, because the host cannot know that a step was
+        skipped: thresholds keep their values, and seeds advance. In both cases bytes, reductions
+        (for the warm-up and metrics) and measured noise keep counting.
 
         Args:
             where: restore only if true; a bool, or a tensor ``[]``. The host does not read the

@@ -437,16 +437,16 @@ class Divide(Operator):
 
 @dataclass(frozen=True)
 class UndoLag(Operator):
-    """``(decoded [1, n], sent [1, n], out [1, n], weights [2])``. See
-    :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+    """``(decoded [1, n], sent [1, n], out [1, n])``. See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
 
+    lead: float
     launches: ClassVar[bool] = True
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return ops.undo_lag
+        return partial(ops.undo_lag, lead=self.lead)
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor if argument == 3 else tensor[0]
+        return tensor[0]
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         ops.prepare_lag()

@@ -17,62 +17,16 @@ from tagc.ops.program import Operator
 
 SAMPLE = 4096
 """Elements that a step samples of a segment."""
-LEAST_SHARE = 0.1
-"""Lower bound for measured shares, because outputs grow by their inverse."""
-_SHARE_DECAY, _NOISE_DECAY = 0.9, 0.95
-"""Weights of the old value in moving averages: they reach back by 10 and 20 measurements."""
+_DECAY = 0.95
+"""Weight of the old value in a moving average: it reaches back by 20 measurements."""
 _MIX = 0x9E3779B1
 
 Spans = tuple[tuple[int, int], ...]
 
 
-def share_stride(rows: int, columns: int) -> int:
-    """The stride of the sample of ``[rows, columns]`` for a measured share."""
-    return max(1, min(columns, -(-rows * columns // SAMPLE)))
-
-
 def noise_samples(spans: Spans) -> int:
     """Elements of the samples of columns ``spans``."""
     return sum((stop - start) // _noise_stride(start, stop) for start, stop in spans)
-
-
-def weights_of(sums: Tensor) -> Tensor:
-    """``1 - K`` and ``K``, float32, of the averages of :class:`LearnShare`. ``K`` is 1 while all
-    measured gradients and residuals are zero."""
-    sent, owed = sums
-    lead = torch.where(owed > 0, sent / owed, 1.0).float().clamp(LEAST_SHARE, 1.0)
-    return torch.stack((1 - lead, lead))
-
-
-@dataclass(frozen=True)
-class SampleOwed(Operator):
-    """``(x [D, n], residual [D, n], step [] int64, owed [D, m] float64)``: their sum."""
-
-    stride: int
-
-    def run(self, x: Tensor, residual: Tensor, step: Tensor, owed: Tensor) -> None:
-        sample = _sampled(x, step, self.stride).double()
-        owed.copy_(sample.add_(_sampled(residual, step, self.stride)))
-
-
-@dataclass(frozen=True)
-class LearnShare(Operator):
-    """``(residual [D, n], owed [D, m], step [], sums [2] float64, weights [2])``: how much of what
-    was ``owed`` before a message the message sent. ``sums`` are moving averages of sent times owed,
-    and of owed times owed; their quotient is the slope of the regression."""
-
-    stride: int
-
-    def run(
-        self, residual: Tensor, owed: Tensor, step: Tensor, sums: Tensor, weights: Tensor
-    ) -> None:
-        sent = owed - _sampled(residual, step, self.stride)
-        new = torch.stack(((sent * owed).sum(), owed.square().sum()))
-        # Values that are not finite were not sent, and would stay in the averages for ever.
-        learns = new.isfinite().all() & (step >= 0)
-        learnt = sums * _SHARE_DECAY + new * (1 - _SHARE_DECAY)
-        torch.where(learns, learnt, sums, out=sums)
-        weights.copy_(weights_of(sums))
 
 
 @dataclass(frozen=True)
@@ -104,7 +58,7 @@ class CompareNoise(Operator):
         new = torch.stack((torch.ones_like(share), share), dim=1)
         # Users see non-finite values in the gradient; here they (or 0 / 0) would stay for ever.
         learns = share.isfinite()[:, None] & (step >= 0)
-        learnt = sums * _NOISE_DECAY + new * (1 - _NOISE_DECAY)
+        learnt = sums * _DECAY + new * (1 - _DECAY)
         torch.where(learns, learnt, sums, out=sums)
 
 

@@ -9,7 +9,7 @@ of the shard, and the owners of slices send messages about their sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -30,7 +30,6 @@ from tagc.ops.launches import (
     Pick,
     Put,
     Saturate,
-    Set,
     Sum,
     UndoLag,
     together,
@@ -38,11 +37,8 @@ from tagc.ops.launches import (
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.ops.sampling import (
     CompareNoise,
-    LearnShare,
     SampleGradient,
-    SampleOwed,
     noise_samples,
-    share_stride,
 )
 from tagc.plan.flat_rows import arranging, is_rearranged, restoring
 from tagc.plan.messages import MessagePlan, Segment
@@ -62,7 +58,6 @@ class Variant(NamedTuple):
         mean: whether sums are divided by the number of ranks.
         stamped: whether messages carry stamps; see :mod:`tagc.collect.lockstep`.
         begun: whether sketches have thresholds.
-        measures: whether shares are measured, unless their step is negative.
         noise: whether noise is measured, unless its step is negative.
         reached: the parameters that the backward reached, if not all.
     """
@@ -72,7 +67,6 @@ class Variant(NamedTuple):
     mean: bool = True
     stamped: bool = False
     begun: bool = True
-    measures: bool = False
     noise: bool = False
     reached: frozenset[str] | None = None
 
@@ -150,7 +144,6 @@ class Reductions:
         self.mistaken = Place("stamps_differ", (1,), torch.bool, "flag")
         n = len(unit.compressed)
         self.noise = Place("noise", (n, 2), torch.float64, "state")
-        self.share_step = Place("share_step", (), torch.int64, "kept")
         self.noise_step = Place("noise_step", (), torch.int64, "kept")
         own: Stage = "replicas" if unit.direction == "replicas" else "gradients"
         self._first = Encoding(own, self.messages, "residual")
@@ -179,8 +172,7 @@ class Reductions:
         if self._hosts and (not self._unit.compressed or self._unit.warmup_steps):
             variants.append(Variant(messages=False))
         if self._unit.compressed:
-            measures = bool(self.shares)
-            whole = Variant(measures=measures, stamped=stamped)
+            whole = Variant(stamped=stamped)
             variants += [whole._replace(begun=False), whole]
         return map(self.lower, variants)
 
@@ -195,25 +187,7 @@ class Reductions:
         steps: list[Step] = []
         if self.sketches is not None:
             steps += self.sketches.start(seed)
-        for start, rule in self.rules.items():
-            if isinstance(rule, LeadFeedback):
-                lead = 1.0 if rule.lead is None else rule.lead
-                steps.append(Launch(Set((1 - lead, lead)), (self.weights(start),)))
         return Program.of(self._what, [("start", steps)])
-
-    def weights(self, start: int) -> Place:
-        """The weights of a segment's lead, ``[2]``."""
-        return Place(f"weights.{start}", (2,), torch.float32, "kept")
-
-    @cached_property
-    def shares(self) -> dict[int, Place]:
-        """The averages ``[2]`` of the shares that are measured, by the segment's first column in
-        the unit."""
-        return {
-            start: Place(f"share.{start}.sums", (2,), torch.float64, "state")
-            for start, rule in self.rules.items()
-            if isinstance(rule, LeadFeedback) and rule.lead is None
-        }
 
     def lower(self, variant: Variant) -> Program:
         """The program of a variant."""
@@ -414,23 +388,7 @@ class Reductions:
                 continue
             part, residual = x[span.columns], self._residual(span.segment, encoding)
             own = seeds.row(dithered.index(span)) if span in dithered else None
-            launches = codec.encoding(part, message[span.words], residual, own)
-            measured = self._starts.get(id(span.segment)) in self.shares
-            if residual is not None and measured and variant.measures:
-                launches = self._learning(span.segment, launches, part, residual)
-            yield from launches
-
-    def _learning(
-        self, segment: Segment, launches: Iterable[Launch], x: Place, residual: Place
-    ) -> Iterator[Launch]:
-        """Launches, around which the share of what they send is measured."""
-        rows, columns = residual.shape
-        stride, start = share_stride(rows, columns), self._starts[id(segment)]
-        owed = Place("share_owed", (rows, columns // stride), torch.float64)
-        yield Launch(SampleOwed(stride), (x, residual, self.share_step, owed))
-        yield from launches
-        places = (residual, owed, self.share_step, self.shares[start], self.weights(start))
-        yield Launch(LearnShare(stride), places, segment.codec.name)
+            yield from codec.encoding(part, message[span.words], residual, own)
 
     def _decode(
         self, span: Span[Segment], received: Place, out: Place, divisor: int
@@ -456,10 +414,10 @@ class Reductions:
         else:
             yield from codec.summing(received[span.words], decoded, divisor)
         wide, start = decoded, self._starts[id(segment)]
-        if owner_state is not None:
+        if isinstance(rule, LeadFeedback):
             wide = decoded if half else columns
             sent = Place(f"{owner_state}.{start}", (1, segment.columns), torch.float32, "state")
-            yield Launch(UndoLag(), (decoded, sent, wide, self.weights(start)), codec.name)
+            yield Launch(UndoLag(rule.lead), (decoded, sent, wide), codec.name)
         if wide is not columns:
             # A sum up to this many times float16's largest number is no overflow.
             reach = (1 + codec.overshoot) * (1.0 if rule is None else rule.gain)

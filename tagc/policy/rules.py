@@ -316,17 +316,6 @@ def check_replicated(rule: Rule) -> Rule:
         raise ValueError(
             "codec.support 'shared' is chosen by a shard's owner, and replicas have none"
         )
-    return check_lead(rule)
-
-
-def check_lead(rule: Rule) -> Rule:
-    """Refuse a rule for gradients whose average would differ from rank to rank: ValueError with the
-    key and the reason."""
-    if rule.feedback.lead == "measured":
-        raise ValueError(
-            "feedback.lead 'measured' differs from rank to rank, and replicas must stay equal; "
-            "give a number"
-        )
     return rule
 
 
@@ -444,10 +433,6 @@ def problems_of_sites(
         )
         yield Problem((key,), text)
     for i, rule in enumerate(rules):
-        try:
-            check_lead(rule)
-        except ValueError as error:
-            yield Problem(("gradients", i), str(error))
         if isinstance(rule.codec, AutoConfig):
             text = "codec 'auto' chooses by the time of a step, which sites do not wait for"
             yield Problem(("gradients", i, "codec"), text)

@@ -215,9 +215,9 @@ def exponent_calls(layout: ExponentLayout, ranks: int = 2) -> Iterator[Call]:
     yield Call("unpack_exponents", (ranks,), tensors[::-1], options)
 
 
-def lag_call(dtype: torch.dtype, rest: int = 0) -> Call:
+def lag_call(dtype: torch.dtype, rest: int = 0, lead: float = 0.35) -> Call:
     """The call of a lead."""
-    return _call("undo_lag", rest=rest, decoded=_F32, sent=_F32, out=dtype, weights=_F32)
+    return _call("undo_lag", rest=rest, decoded=_F32, sent=_F32, out=dtype, lead=lead)
 
 
 def steer_call(segments: int, destinations: int) -> Call:

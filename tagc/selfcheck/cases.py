@@ -294,12 +294,10 @@ def _unpack_exponents(m: Maker) -> Case:
 
 def _undo_lag(m: Maker) -> Case:
     n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
-    share = m.inputs.share
     tensors: dict[str, Tensor | None] = {
         "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
         "sent": m.values(n, dtype=torch.float32),
         "out": m.garbage(n, dtype=m.call.dtype("out")),
-        "weights": torch.tensor([1 - share, share], dtype=torch.float32, device="cpu"),
     }
     return m.case(tensors, ["sent", "out"])
 

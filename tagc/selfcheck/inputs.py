@@ -55,7 +55,6 @@ class Inputs:
     destinations: int = 2  # rows of an encoding; except for matrices, only a row's stride
     elements: int | None = None  # of a row, if no layout gives them
     small: bool = True  # whether layouts are made small
-    share: float = 0.35  # of the gradient in a message, for the operator that undoes the lag
     seed: int = 0
 
 

@@ -23,7 +23,7 @@ from support.marks import slow
 from support.small_net import local_weights
 from support.tape import Tape, tapes
 from support.uneven_block import Block
-from tagc.collect import gauge, reducer_state
+from tagc.collect import gauge
 from tagc.collect.replay import Store
 from tagc.policy import data_parallel_policies
 
@@ -39,7 +39,7 @@ def gradients(codec: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 1, "gradients": [{"when": {"name": "*.weight"}, "codec": codec}]}
 
 
-# All that a step may count, draw or measure: resets, seeds, shares, thresholds and changes.
+# All that a step may count, draw or measure: resets, seeds, thresholds and changes.
 MANY = {
     "schema": 1,
     "gradients": [
@@ -51,8 +51,8 @@ MANY = {
         {"when": {"name": "*.o_proj.weight"}, "codec": QUANTIZED | {"rounding": "stochastic"}},
         {
             "when": {"name": "*.up_proj.weight"},
-            "codec": {"kind": "matrix", "group": 8},
-            "feedback": {"kind": "residual", "dtype": "bfloat16", "lead": "measured"},
+            "codec": {"kind": "matrix", "level": 1.3},
+            "feedback": {"kind": "residual", "dtype": "bfloat16", "lead": 0.8},
         },
         {"when": {"name": "*.down_proj.weight"}, "codec": {"kind": "sketch", "density": 0.3}},
     ],
@@ -199,11 +199,8 @@ class InParts(Run):
 
 @on_ranks(4, timeout=200)
 def test_what_happens_between_replays(rank: int, world_size: int) -> None:
-    # After four steps, noise and shares are measured in every other one.
-    with (
-        patch.multiple(gauge, _FIRST=4, _EVERY=2),
-        patch.multiple(reducer_state, _FIRST=4, _EVERY=2),
-    ):
+    # After four steps, noise is measured in every other one.
+    with patch.multiple(gauge, _FIRST=4, _EVERY=2):
         same(rank, MANY, 8, Mixed, hosts=2)
     same(rank, gradients(QUANTIZED | {"rounding": "stochastic"}), 2, InParts)
 

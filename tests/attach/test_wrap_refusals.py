@@ -114,7 +114,6 @@ REFUSED: dict[int, list[Case]] = {
         # DDP
         (ddp, REPLICAS, {}, "all ranks are replicas"),
         (ddp, BITS, {"replicas": lambda: dist.group.WORLD}, "all ranks are replicas"),
-        (ddp, "half-bit", {}, "with DDP or replicate(): feedback.lead 'measured'"),
         (hooked, BITS, {}, "its own communication hook (allreduce_hook)"),
         (lambda: ddp(nn.Embedding(9, 9, sparse=True)), BITS, {}, "sparse gradients"),
         (lambda: nn.Sequential(wrapped(BITS, ddp())), BITS, {}, "'0' is already wrapped"),

@@ -64,7 +64,6 @@ def written(path: Path, data: object) -> Path:
     [
         (["explain", "hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
         ([*OF_1M, "1", "--ddp"], "--world 1 with --ddp sends nothing"),
-        ([*OF_1M, "4", "--ddp", "--policy", "half-bit"], "feedback.lead 'measured'"),
         ([*OF_1M, "8", "--policy", "sites"], "give their number, at least 2 (--sites)"),
         (["explain", "7B", "--mesh", "tp=8"], "give --tokens"),
         (["explain", "7B", "--mesh", "tp=0"], "no mesh"),

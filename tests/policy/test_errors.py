@@ -7,11 +7,6 @@ from tagc.policy import Policy, PolicyError
 
 HUGE = {"kind": "matrix", "bits": 10**5000}
 OWNED = {"when": {}, "codec": {"kind": "sketch", "density": 0.1, "support": "shared"}}
-MEASURED = {
-    "when": {},
-    "codec": {"kind": "quantized"},
-    "feedback": {"kind": "residual", "lead": "measured"},
-}
 
 AT = "gradients[0]."
 DENSE = "{kind: dense}"
@@ -101,10 +96,6 @@ def test_all_errors_are_listed_by_line(tmp_path):
         (
             {"schema": 1, "gradients": [OWNED | {"feedback": {"kind": "none"}}]},
             "<dict>: gradients[0].feedback: support 'shared' is chosen from residuals",
-        ),
-        (
-            {"schema": 1, "gradients": [MEASURED], "replicas": [MEASURED]},
-            "<dict>: replicas[0]: feedback.lead 'measured' differs from rank to rank",
         ),
         ({1: 2}, "<dict>: [1]: a key must be a string, not 1"),
         (  # an error that tagc has no words for

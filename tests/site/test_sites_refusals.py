@@ -214,11 +214,6 @@ def one_of(rank: int) -> Any:
 
 PARAMETERS = [{"when": {}, "codec": {"kind": "quantized", "bits": 8}}]
 AUTO = [{"when": {}, "codec": {"kind": "auto"}}]
-MEASURED = {
-    "when": {},
-    "codec": {"kind": "matrix", "bits": 1},
-    "feedback": {"kind": "residual", "lead": "measured"},
-}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +224,6 @@ MEASURED = {
         (policy() | {"parameters": PARAMETERS}, "parameters: "),
         (policy() | {"replicas": [FOUR_BITS]}, "replicas: sites exchange changes of parameters"),
         (policy() | {"gradients": AUTO}, "codec 'auto' chooses by the"),
-        (policy() | {"gradients": [MEASURED]}, "feedback.lead 'measured' differs from rank"),
     ],
 )
 def test_policies(rules: dict[str, Any], message: str) -> None:

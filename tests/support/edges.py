@@ -544,10 +544,10 @@ def _() -> Iterator[Case]:
 def check_lag_in_place(ops: Ops, device: str) -> None:
     """The result may be where the sum was."""
     x = torch.linspace(-2, 2, 999)
-    weights, others = torch.tensor([0.25, 0.75]), x.flip(0).clone()
+    others = x.flip(0).clone()
     want, sent = x.new_empty(999), others.clone()
-    REFERENCE.undo_lag(x.clone(), sent, want, weights)
+    REFERENCE.undo_lag(x.clone(), sent, want, lead=0.75)
     decoded, last = x.to(device, copy=True), others.to(device)
-    ops.undo_lag(decoded, last, decoded, weights.to(device))
+    ops.undo_lag(decoded, last, decoded, lead=0.75)
     assert torch.equal(decoded.cpu(), want)
     assert torch.equal(last.cpu(), sent)

@@ -382,10 +382,10 @@ def _exponents() -> Iterator[Trial]:
 
 
 def _others() -> Iterator[Trial]:
-    for dtype, share in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
+    for dtype, lead in ((F32, 0.65), (BF16, 0.1), (F16, 1.0)):
         kinds = (USUAL, ROUGH, USUAL, ROUGH, TIES, ROUGH)
         calls = [
-            (lag_call(dtype), Inputs(kind=kind, elements=n, share=share))
+            (lag_call(dtype, lead=lead), Inputs(kind=kind, elements=n))
             for n, kind in zip((0, 1, 31, 2048, 5003, 6144), kinds, strict=True)
         ]
         yield Trial.of(_name("lag", dtype), calls)

@@ -9,10 +9,9 @@ from torch import Tensor
 from tagc.ops.cpu.arrays import ABS, INF, F, N, U, bits_of, compiled, numpy_of, once_a_host, store
 
 
-def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> None:
+def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None:
     wide = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
-    late, share = weights.numpy()
-    _undo_lag(numpy_of(decoded), numpy_of(sent), late, share, numpy_of(wide))
+    _undo_lag(numpy_of(decoded), numpy_of(sent), F(1 - lead), F(lead), numpy_of(wide))
     if wide is not out:
         out.copy_(wide)
 
@@ -20,10 +19,9 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, weights: Tensor) -> Non
 @once_a_host
 def _compile() -> None:
     """Run the operator once for each dtype."""
-    weights = torch.full((2,), 0.5, dtype=torch.float32, device="cpu")
+    sums, sent = torch.zeros(2, 1, dtype=torch.float32, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        sums, sent = weights[:1].clone(), weights[1:].clone()
-        undo_lag(sums, sent, torch.empty(1, dtype=dtype, device="cpu"), weights)
+        undo_lag(sums, sent, torch.empty(1, dtype=dtype, device="cpu"), lead=0.5)
 
 
 def prepare_lag() -> None:
