@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -87,9 +89,7 @@ def sketches(xs: Sequence[Tensor]) -> list[Sketch]:
     quantized = [(x * (levels / x.abs().max())).round().to(torch.int32) * mask for x in xs]
     codec = CountSketch(numel, keys=round(DENSITY * numel / lanes), symbol="int8x4", ops="cpu")
     messages = [codec.encode(q) for q in quantized]
-    total = copy.deepcopy(messages[0])
-    for one in messages[1:]:
-        _add(total, one)
+    total = functools.reduce(operator.add, messages)
     if not torch.equal(codec.decode(total).values, torch.stack(quantized).sum(0)):
         raise RuntimeError("not the exact sum")
     return messages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..llama import Attention
+from ..llama import Attention, draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +148,8 @@ class Net(nn.Module):
                 out=nn.Linear(size.width, size.vocab, bias=False),
             )
         )
-        for name, p in self.named_parameters():
-            if p.ndim < 2:
-                continue
-            std = 0.1 if name in ("place", "embed.weight") else 1 / math.sqrt(p.shape[1])
-            if name.endswith(("o_proj.weight", "down.weight")):
-                std /= math.sqrt(2 * size.layers)
-            nn.init.normal_(p, std=std)
+        last = ("o_proj.weight", "down.weight")
+        draw_weights(self, ("place", "embed.weight"), last, size.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import tagc
 from examples.text import load_corpus
-from tagc.groups.mesh import bytes_by_dimension
+from tagc.basics.quantities import count
 from tagc.policy import Policy
 
 from ..gloo import on_ranks
@@ -31,7 +31,7 @@ from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
 from ..quality.settings import Shape
 from ..quality.training import held_out_loss
-from ..records import Record, add_output, append, count, machine, markdown, read
+from ..records import Record, add_output, append, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
@@ -343,21 +343,17 @@ def train(rank: int, job: Job) -> Record:
     """Train as one of the job's ranks; on hosts of a network, if the job is timed.
 
     Returns:
-        ``loss``, or for a timed job ``seconds`` of a step and ``interface_bytes`` of the busiest
-        rank; ``wire_bytes`` and ``dense_bytes`` by dimension, of a step of this rank.
+        ``loss``, and ``expert_shares`` if the router has favourites; or for a timed job
+        ``seconds`` of a step and ``interface_bytes`` of the busiest rank.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a small model
         trainer = Trainer(job)
     if not job.timed:
-        began = time.perf_counter()
         for _ in range(job.steps):
             trainer.step()
-        took = (time.perf_counter() - began) / job.steps
-        found = _sent(job.steps)  # not what the validation gathers
-        if job.size.skew:
-            found["expert_shares"] = trainer.shares()
-        return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **found}
+        shares = {"expert_shares": trainer.shares()} if job.size.skew else {}
+        return {"loss": trainer.validate(), **shares}
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()
@@ -368,12 +364,4 @@ def train(rank: int, job: Job) -> Record:
     seconds = (time.perf_counter() - began) / job.timed
     mine = torch.tensor([(sent_bytes() - before) / job.timed], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return {"seconds": seconds, "interface_bytes": mine.item(), **_sent(2 * job.timed)}
-
-
-def _sent(steps: int) -> Record:
-    sent = bytes_by_dimension()
-    return {
-        "wire_bytes": {name: round(b.wire_bytes / steps) for name, b in sent.items()},
-        "dense_bytes": {name: round(b.dense_bytes / steps) for name, b in sent.items()},
-    }
+    return {"seconds": seconds, "interface_bytes": mine.item()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,13 +67,7 @@ def run(args: argparse.Namespace) -> list[Record] | int:
                 # So that a case does not depend on those before it.
                 importlib.import_module("tagc.triton_kernels.scratch").release()
 
-    # What repeats this, without the files that it writes.
-    words = ["--device", device.type]
-    words += ["--quick"] if args.quick else []
-    words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    words += [word for pattern in args.filter for word in ("--filter", pattern)]
-    command = f"python -m benchmarks kernels {shlex.join(words)}"
-    about = {"suite": "kernels", "timing": clock.about, "command": command}
+    about = {"suite": "kernels", "timing": clock.about}
     return measured("case", runs(), about | machine(device), args.json)
 
 

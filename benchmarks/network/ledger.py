@@ -118,9 +118,6 @@ class _TimedWork(dist.Work):
         finally:
             _tally.seconds += time.perf_counter() - start
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
     def get_future(self) -> Any:
         """DDP's hooks wait for it; those seconds are not counted."""
         return self._work.get_future()

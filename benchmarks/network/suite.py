@@ -6,9 +6,9 @@ import argparse
 import signal
 import sys
 
-from tagc.basics.quantities import seconds
+from tagc.basics.quantities import count, seconds
 
-from ..records import Record, Results, add_output, count
+from ..records import Record, Results, add_output
 from . import worker
 from .launch import UNLIMITED, Network, check_requirements, rates
 from .methods import DEFAULT, Settings, keys, resolve

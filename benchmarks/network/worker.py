@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
+from tagc.collect import Transport
 from tagc.plan.sites import exchange_bytes
 
 from ..records import Record, Results, machine
 from . import ledger
 from .launch import UNLIMITED, bits_per_second, label, limit, sent_bytes
 from .methods import ALONE, Method, cell_key, keys
-from .training import Trainer, all_gather, exchange
+from .training import Trainer
 
 # After a change of rate, TCP and tc need a step to forget the old one.
 _WARM_UP = 1
@@ -103,13 +104,14 @@ class _Rank:
 
     def _link(self) -> Record:
         """Median latency (seconds) of 4-byte collectives, and mean rate (bits per second, payload
-        only) of those as large as a block's. ``exchange`` is what the link can do, by messages with
-        the receives posted first. A collective is as slow as its slowest rank."""
+        only) of those as large as a block's. ``exchange`` is what the link can do, by tagc's own
+        messages. A collective is as slow as its slowest rank."""
         large = 12 * self._args.settings.width**2 // self._ranks
         mine = {}
+        transport = Transport(self._mesh.get_group())
         collectives = {
-            "all_gather": lambda out, sent: all_gather(out.view(-1), sent[0]),
-            "exchange": lambda out, sent: exchange(out.unbind(), sent.unbind()),
+            "all_gather": lambda out, sent: transport.all_gather(out.view(-1), sent[0]).wait(),
+            "exchange": lambda out, sent: transport.all_to_all(out, sent).wait(),
         }
         for name, collective in collectives.items():
             mine[f"{name}_latency"] = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
@@ -163,7 +165,6 @@ class _Rank:
             "tagc_bytes": mean_ours or None,
             "payload_bytes": {k: v / count for k, v in tally.payload.items()},
             "collectives": {k: v / count for k, v in tally.counts.items()},
-            "parameters": trainer.parameters,
         }
 
     def _expected_seconds(self, rate: str, method: Method) -> float:
@@ -199,7 +200,6 @@ class _Rank:
         periods = zip(*(a["took"] for a in answers), strict=True)
         return {name: statistics.fmean(a[name] for a in answers) for name in mine} | {
             "every": every,
-            "parameters": sites.parameters,
             "period_seconds": [[max(t) for t in zip(*ranks, strict=True)] for ranks in periods],
         }
 

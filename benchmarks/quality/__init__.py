@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import tagc
+from tagc.basics.quantities import count
 
 from ..gloo import on_ranks
-from ..records import Record, add_output, count
+from ..records import Record, add_output
 from . import exact, pretrained
-from .methods import LINES, METHODS, QUICK, Method, method_of
+from .methods import DENSE, LINES, METHODS, QUICK, Method, method_of
 from .report import table
-from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
+from .runs import Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
 from .settings import NANO, NANO_RECIPE, SETTINGS, SMALL, Run, Shape
 
 __all__ = ["about", "add_arguments", "run", "table"]
@@ -45,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = sweep.add_argument
     add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
     add("--methods", help="names as in benchmarks/quality/methods.py, separated by ';'")
-    add("--steps", type=count, default=1500, help="length of training (default: %(default)s)")
-    add("--seeds", type=count, default=3, help="the first sweeps the rates, others use the best")
 
     paired = comparisons.add_parser("paired", help="seed by seed, at dense's best rate")
     add = paired.add_argument
@@ -66,25 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = ",".join(name for name in tagc.policies() if name != "exact")
     add("--policies", default=default, help="names or files, with commas")
     add("--seeds", type=count, default=3, help="runs of each policy (default: %(default)s)")
-    how = untuned.add_mutually_exclusive_group()
-    how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
-    how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
+    add("--tuned", action="store_true", help="apply the factors that a policy names")
 
     tuned = comparisons.add_parser("pretrained", help="all-MiniLM-L6-v2, fine-tuned to retrieve")
     add = tuned.add_argument
     add("--lines", default=";".join(pretrained.LINES), help="separated by ';' (%(default)s)")
     add("--seeds", type=count, default=3, help="runs of each line (default: %(default)s)")
     add("--steps", type=count, default=30, help="of each run (default: %(default)s)")
-    add("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
-    add("--held-out", type=count, default=600, help="pairs (default: %(default)s)")
     add("--rehearse", action="store_true", help="2 ranks, a tiny model of random weights")
 
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
     add = shared.add_argument
     add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
-    add("--policies", nargs="+", default=GPU, metavar="POLICY", help="%(default)s")
     add("--steps", type=count, default=520, help="of each line; 7 minutes of an H100's in all")
-    add("--seeds", type=count, default=1, help="runs of each line (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
 
     bits = comparisons.add_parser("exact", help="bits that codec exact sends at several rates")
@@ -125,7 +118,7 @@ def _sweep(args: argparse.Namespace) -> Comparison:
     if args.quick:
         shape = replace(SMALL, ranks=2)
         return partial(sweep_runs, methods=methods, shape=shape, steps=100, seeds=1, max_rates=3)
-    return partial(sweep_runs, methods=methods, shape=Shape(), steps=args.steps, seeds=args.seeds)
+    return partial(sweep_runs, methods=methods, shape=Shape(), steps=1500, seeds=3)
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
@@ -149,8 +142,6 @@ def _untuned(args: argparse.Namespace) -> Comparison:
 def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
     tuning = tagc.Policy.load(policy).tuning if args.tuned else None
     rate, norm = (tuning.rate_factor, tuning.norm_factor or 1.0) if tuning else (1.0, 1.0)
-    dense = policy == "dense"
-    method = Method(name=policy, policy=None if dense else policy)
-    recipe = replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense)
-    given = {"steps": 150, "rate": 1e-3 * rate, "seed": seed}
-    return Run(method=method, shape=NANO, recipe=recipe, **given)
+    method = Method(name=policy, policy=None if policy == DENSE.name else policy)
+    recipe = replace(NANO_RECIPE, clip=norm)
+    return Run(method=method, shape=NANO, recipe=recipe, steps=150, rate=1e-3 * rate, seed=seed)

@@ -24,7 +24,7 @@ from ..network import ledger
 from ..records import Results, machine
 from .methods import DENSE, Method, method_of
 from .settings import Recipe, Run, Shape
-from .training import factor, make_model, make_optimizers
+from .training import distributed, factor, make_model, make_optimizers
 
 TRAINING, TUNING = (3e-3, 3e-4), (1e-5, 1e-6)
 SHAPE = Shape(width=160, heads=5, context=128, ranks=2)
@@ -72,7 +72,7 @@ def _train(
     """What the all-gathers about each step send to another rank, in bits an element of the sender's
     shard; and the weights at the end. ``start``: weights to fine-tune."""
     corpus, ranks = load_corpus(), dist.get_world_size()
-    model = make_model(run)
+    model = distributed(make_model(run), run)
     if start is not None:
         model.load_state_dict(start)
         corpus = replace(corpus, train=corpus.validation)

