@@ -74,11 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``report``."""
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE.jsonl",
-        help="records, such as those in benchmarks/results",
-    )  # fmt: skip
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, help="records, such as those in benchmarks/results")
+    add("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,16 +43,12 @@ _TIMED = 8  # steps, on a link
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
-    add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2",
-        help="ranks by dimension: 'pp 2, dp 2, tp 2; tp 2' (%(default)s)",
-    )  # fmt: skip
+    add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2", help="ranks by name (%(default)s)")
     add("--methods", default="dense; 8 bits; 4 bits",
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
         "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
     )  # fmt: skip
-    add("--starved", action="store_true",
-        help="2 blocks of 8 experts, each token's best 2; the router favours the first ones",
-    )  # fmt: skip
+    add("--starved", action="store_true", help="8 experts, of which the router favours the first")
     add("--seeds", type=count, default=3, help="pairs of each line")
     add("--steps", type=count, default=600, help="of a run whose loss is measured")
     add("--rate", help="measure steps on links of this rate instead of losses: 100mbit; needs root")
@@ -63,7 +59,8 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
     kind = {"suite": "dimensions"} | ({"link": args.rate} if args.rate else {})
     for job in _jobs(args):
-        about, known = kind | job.key, read([args.json]) if args.json.exists() else []
+        about = kind | job.key
+        known = read([args.json]) if args.json.exists() else []
         if any(about.items() <= record.items() for record in known):
             continue
         if args.rate:
@@ -135,7 +132,9 @@ def _times(records: Sequence[Record]) -> str:
     return markdown((*head, "MB a step", "to bf16"), rows)
 
 
-_BATCH, _MICRO_BATCHES, _WINDOWS = 32, 4, 2048
+_BATCH = 32  # sequences of a step, on all ranks
+_MICRO_BATCHES = 4  # of a pipeline's step
+_WINDOWS = 2048  # of held-out text
 _BF16 = ("bf16", "exact")
 """Methods whose stages send each other bfloat16."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--quick", action="store_true", help="few and small cases, about a minute")
-    add("--filter", action="append", default=[], metavar="GLOB",
-        help="only cases whose name this matches, such as 'encode/2^22*int8x4'; may be repeated",
-    )  # fmt: skip
-    add("--sizes", nargs="+", type=int, metavar="LOG2",
-        help="sizes to measure instead: 22 for 2^22 elements",
-    )  # fmt: skip
+    add("--filter", default="*", metavar="GLOB", help="cases by name, such as 'encode/2^22*int8x4'")
+    add("--sizes", nargs="+", type=int, metavar="LOG2", help="22 for 2^22 elements, and so on")
     add("--list", action="store_true", help="print the names of the cases and exit")
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
-        help="start no further case after this many seconds",
-    )  # fmt: skip
+    add("--time-limit", type=float, default=math.inf, help="seconds; then no further case starts")
     add_output(parser)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
@@ -37,7 +38,7 @@ _LEAST_STEPS = 3
 _CELL_SECONDS = 15.0
 # In which each site exchanges once, and as often trains without.
 _PERIODS = 4
-_LATENCY_REPEATS, _BANDWIDTH_REPEATS = 20, 30
+_REPEATS = 30  # of a collective, to measure the link
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
@@ -74,21 +75,17 @@ class _Rank:
             self._limit(rate)
             if method is None:
                 numbers = self._link()
-                about = f"{numbers['exchange_rate'] / 1e6:.0f} Mbit/s"
             elif method.apart:
                 numbers = self._sites(method)
-                ratio = statistics.median(b / a for a, b in numbers["period_seconds"])
-                about = f"{ratio:.1%} of the steps without exchange"
             else:
                 numbers = self._steps(rate, method)
-                about = f"{statistics.median(numbers['step_seconds']):.3f} s a step"
             if method is not None:
                 numbers["about"] = method.about
             first, name = dist.get_rank() == 0, "messages" if method is None else method.name
             load = {"load": os.getloadavg()[0]}
             self._results.add(key, self._facts | load | numbers, write=first)
             if first:
-                print(self._ranks, "ranks", label(rate), name, about, file=sys.stderr, flush=True)
+                print(self._ranks, "ranks", label(rate), name, file=sys.stderr, flush=True)
 
     def _limit(self, rate: str) -> None:
         dist.barrier()
@@ -103,23 +100,30 @@ class _Rank:
         return answers
 
     def _link(self) -> Record:
-        """Median latency (seconds) of 4-byte collectives, and mean rate (bits per second, payload
-        only) of those as large as a block's. ``exchange`` is what the link can do, by tagc's own
-        messages. A collective is as slow as its slowest rank."""
+        """Mean rate (bits per second, payload only) of collectives as large as a block's, and
+        median latency (seconds) of an exchange of 4 bytes. An exchange by tagc's own messages is
+        what the link can do. A collective is as slow as its slowest rank."""
         large = 12 * self._args.settings.width**2 // self._ranks
-        mine = {}
         transport = Transport(self._mesh.get_group())
-        collectives = {
-            "all_gather": lambda out, sent: transport.all_gather(out.view(-1), sent[0]).wait(),
-            "exchange": lambda out, sent: transport.all_to_all(out, sent).wait(),
+
+        def gather(out: Tensor, sent: Tensor) -> None:
+            transport.all_gather(out.view(-1), sent[0]).wait()
+
+        def exchange(out: Tensor, sent: Tensor) -> None:
+            transport.all_to_all(out, sent).wait()
+
+        mine = {
+            "latency": statistics.median(_seconds(exchange, 1)),
+            "all_gather": statistics.fmean(_seconds(gather, large)),
+            "exchange": statistics.fmean(_seconds(exchange, large)),
         }
-        for name, collective in collectives.items():
-            mine[f"{name}_latency"] = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
-            seconds = statistics.fmean(_seconds(collective, large, _BANDWIDTH_REPEATS))
-            mine[f"{name}_rate"] = 8 * 4 * large * (self._ranks - 1) / seconds
         answers = self._of_all(mine)
+        slowest = {name: max(a[name] for a in answers) for name in mine}
+        bits = 8 * 4 * large * (self._ranks - 1)
         return {
-            name: (min if name.endswith("rate") else max)(a[name] for a in answers) for name in mine
+            "exchange_latency": slowest["latency"],
+            "all_gather_rate": bits / slowest["all_gather"],
+            "exchange_rate": bits / slowest["exchange"],
         }
 
     def _settle(self, method: Method) -> None:
@@ -223,11 +227,11 @@ def _sent() -> int:
     return sent_bytes()
 
 
-def _seconds(collective: Callable[..., object], numel: int, repeats: int) -> list[float]:
+def _seconds(collective: Callable[[Tensor, Tensor], None], numel: int) -> list[float]:
     """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
     sent, out = torch.zeros(2, dist.get_world_size(), numel)
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(_REPEATS + 1):
         dist.barrier()
         start = time.perf_counter()
         collective(out, sent)

@@ -226,9 +226,7 @@ def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
     source = corpus.source if corpus else "the standard library's source files, in words"
     # The line before leaves its memory to this one, and to the other ranks.
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.empty_cache()
     note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
     rank = dist.get_rank()
     with (
@@ -237,8 +235,6 @@ def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
         patch.object(collectives, "check", return_value="not checked"),
     ):
         found = train(run, device, corpus, note if rank == 0 else None)
-    if device.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     return machine(device) | {"text": source} | found
 
 
