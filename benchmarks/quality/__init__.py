@@ -1,16 +1,8 @@
 """``quality``: the loss of training with compressed traffic, on real ranks.
 
-Comparisons of losses, which share one training loop; all but the last run on CPUs, over gloo:
-
-* ``sweep``: loss against bits. Each method's learning rate is swept, and none is compared at
-  another's.
-* ``paired``: at dense's best rate, seed by seed. The two runs of a pair share data, order and
-  initialization, so their difference says more than their losses.
-* ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
-* ``pretrained``: a pre-trained model is fine-tuned, and held-out texts are retrieved.
-* ``gpu``: a larger model on ranks that share a GPU.
-
-And ``exact``: the bits that codec ``exact`` sends at several learning rates, on CPUs, too.
+Comparisons of losses share one training loop. All but ``gpu`` run on CPUs, over gloo. In ``sweep``
+no method is compared at another's learning rate. The two runs of a pair share data, order and
+initialization, so their difference says more than their losses. ``exact`` counts bits instead.
 """
 
 from __future__ import annotations
