@@ -11,18 +11,15 @@ import os
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
-from tagc.collect import Transport
+from tagc.costs.auto import measure_link
 from tagc.plan.sites import exchange_bytes
 
 from ..records import Record, Results, machine
@@ -38,7 +35,6 @@ _LEAST_STEPS = 3
 _CELL_SECONDS = 15.0
 # In which each site exchanges once, and as often trains without.
 _PERIODS = 4
-_REPEATS = 30  # of a collective, to measure the link
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
@@ -100,30 +96,17 @@ class _Rank:
         return answers
 
     def _link(self) -> Record:
-        """Mean rate (bits per second, payload only) of collectives as large as a block's, and
-        median latency (seconds) of an exchange of 4 bytes. An exchange by tagc's own messages is
-        what the link can do. A collective is as slow as its slowest rank."""
-        large = 12 * self._args.settings.width**2 // self._ranks
-        transport = Transport(self._mesh.get_group())
-
-        def gather(out: Tensor, sent: Tensor) -> None:
-            transport.all_gather(out.view(-1), sent[0]).wait()
-
-        def exchange(out: Tensor, sent: Tensor) -> None:
-            transport.all_to_all(out, sent).wait()
-
-        mine = {
-            "latency": statistics.median(_seconds(exchange, 1)),
-            "all_gather": statistics.fmean(_seconds(gather, large)),
-            "exchange": statistics.fmean(_seconds(exchange, large)),
-        }
+        """What policy `auto` measures: the latency (seconds) of an exchange by messages, and the
+        rates (bits per second, payload only) of large exchanges and of gloo's own all-gathers. Of
+        all ranks' numbers the worst."""
+        link = measure_link(self._mesh.get_group(), torch.device("cpu"))
+        rate = 8 * link.bandwidth
+        mine = {"latency": link.latency, "exchange": rate, "all_gather": rate / link.all_gather}
         answers = self._of_all(mine)
-        slowest = {name: max(a[name] for a in answers) for name in mine}
-        bits = 8 * 4 * large * (self._ranks - 1)
         return {
-            "exchange_latency": slowest["latency"],
-            "all_gather_rate": bits / slowest["all_gather"],
-            "exchange_rate": bits / slowest["exchange"],
+            "exchange_latency": max(a["latency"] for a in answers),
+            "exchange_rate": min(a["exchange"] for a in answers),
+            "all_gather_rate": min(a["all_gather"] for a in answers),
         }
 
     def _settle(self, method: Method) -> None:
@@ -225,15 +208,3 @@ def _sent() -> int:
     """Bytes that the kernel counted on this host's interface, all ranks being at this point."""
     dist.barrier()
     return sent_bytes()
-
-
-def _seconds(collective: Callable[[Tensor, Tensor], None], numel: int) -> list[float]:
-    """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
-    sent, out = torch.zeros(2, dist.get_world_size(), numel)
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        collective(out, sent)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
