@@ -93,7 +93,7 @@ def test_a_case_that_fails_takes_nothing_from_the_others(
         ("quality paired --settings Moon", 2, "unknown: Moon"),
         ("quality paired --lines 1bit", 2, "unknown: 1bit"),
         ("quality pretrained --rehearse --lines Moon", 2, "Moon"),
-        ("quality exact --steps 0", 2, "argument --steps: '0' is not a number of things above zero"),
+        ("quality exact --steps 0", 2, "argument --steps: '0' is not a number"),
         ("quality paired --pairs 4 3", 2, "--pairs 4 3: at least"),
         ("quality gpu --device cpu --text nowhere.npz", 2, "no such file: nowhere.npz"),
     ],
