@@ -7,7 +7,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, minutes: float = 30) -> list[Any]:
-    """What ``work(rank, *args)`` returns on each rank of a gloo group, in processes of one thread.
-
-    Args:
-        minutes: timeout of a collective, if some rank does not take part.
-    """
+def on_ranks(work: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """What ``work(rank, *args)`` returns on each rank of a gloo group. A rank has one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, folder, minutes, work, args), nprocs=ranks)
+        mp.spawn(_rank, (ranks, folder, work, args), nprocs=ranks)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, folder: str, minutes: float, work: Any, args: tuple) -> None:
+def _rank(rank: int, ranks: int, folder: str, work: Any, args: tuple) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
@@ -39,8 +34,7 @@ def _rank(rank: int, ranks: int, folder: str, minutes: float, work: Any, args: t
         # Otherwise gloo's thread displaces one that holds a connection's lock, and spins.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    timeout = timedelta(minutes=minutes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(work(rank, *args)))
     dist.barrier()
     dist.destroy_process_group()

@@ -35,7 +35,8 @@ from .records import Record, add_output, machine, markdown, measured
 
 about = "the host's time of a step, with kernels that do nothing; needs no GPU"
 _POLICIES = ("hybrid", "loco-4bit", "one-bit", "thrifty")
-_LAYERS, _SETTLE = 32, 10
+_LAYERS = 32
+_SETTLE = 10  # steps that are not timed
 _CPU = torch.device("cpu")
 
 
@@ -45,7 +46,8 @@ def measure(policy: str, steps: int) -> Record:
 
     ops = importlib.import_module("tagc.triton_kernels.ops")
     recorded = importlib.import_module("tagc.triton_kernels.recorded")
-    spent, started = 0.0, 0
+    spent = 0.0  # seconds in tagc's collectives
+    started = 0  # kernels
 
     def timing(original: Any) -> Any:
         def call(*args: Any, **how: Any) -> Any:
@@ -81,18 +83,23 @@ def measure(policy: str, steps: int) -> Record:
         model = sharded(_CPU, layers=_LAYERS)
         wrap(model, policy)
         batch = torch.randint(256, (1, 8))
-        ours, shares = [], []
-        for step in range(_SETTLE + steps):
-            started = 0 if step == _SETTLE else started
-            spent, start = 0.0, time.perf_counter()
+
+        def step() -> tuple[float, float]:
+            """Its seconds in tagc's collectives, and all others."""
+            nonlocal spent
+            spent = 0.0
+            start = time.perf_counter()
             model(batch, batch).backward()
             model.zero_grad()
-            rest = time.perf_counter() - start - spent
-            ours.append(1e3 * spent)
-            shares.append(spent / rest)
-    low, middle, high = statistics.quantiles(shares[_SETTLE:], n=4)
+            return spent, time.perf_counter() - start - spent
+
+        for _ in range(_SETTLE):
+            step()
+        started = 0
+        timed = [step() for _ in range(steps)]
+    low, middle, high = statistics.quantiles((ours / rest for ours, rest in timed), n=4)
     return {
-        "tagc_ms": round(statistics.median(ours[_SETTLE:]), 1),
+        "tagc_ms": round(1e3 * statistics.median(ours for ours, _ in timed), 1),
         "share": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)],
         "tagc_started": started // steps,
@@ -107,11 +114,9 @@ def table(records: Sequence[Record]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--steps", type=int, default=25, help="at least 2; default: %(default)s")
-    parser.add_argument(
-        "--policies", nargs="+", default=_POLICIES, metavar="POLICY",
-        help="policies that do not select; default: %(default)s",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("--steps", type=int, default=25, help="at least 2; default: %(default)s")
+    add("--policies", nargs="+", default=_POLICIES, help="ones that do not select (%(default)s)")
     add_output(parser)
 
 

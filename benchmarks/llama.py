@@ -112,15 +112,22 @@ class Llama(nn.Module):
         blocks = (Block(width, inner, heads, plain=plain) for _ in range(layers))
         self.model = Transformer(vocabulary, width, blocks)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            # As in examples/gpt.py: by fan-in, and what adds to the residual stream is smaller.
-            std = 0.1 if "embed_tokens" in name else 1 / math.sqrt(parameter.shape[1])
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                std /= math.sqrt(2 * layers)
-            nn.init.normal_(parameter, std=std)
+        draw_weights(self, ("embed_tokens.weight",), ("o_proj.weight", "down_proj.weight"), layers)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.lm_head(self.model(tokens))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def draw_weights(
+    model: nn.Module, embeddings: tuple[str, ...], last: tuple[str, ...], layers: int
+) -> None:
+    """Draw all matrices as in ``examples/gpt.py``: by fan-in, embeddings alike, and smaller what
+    adds to the residual stream. ``embeddings`` and ``last``: how the names of the latter end."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        std = 0.1 if name.endswith(embeddings) else 1 / math.sqrt(parameter.shape[1])
+        if name.endswith(last):
+            std /= math.sqrt(2 * layers)
+        nn.init.normal_(parameter, std=std)

@@ -171,11 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
-    add("--tokens", type=int, default=4096, help="default: %(default)s")
-    add("--width", type=int, default=4096,
-        help="of the model on a GPU, a multiple of 128; small ones show the host's time; "
-        "default: %(default)s",
-    )  # fmt: skip
+    add("--tokens", type=int, default=4096, help="of a step (default: %(default)s)")
+    add("--width", type=int, default=4096, help="of the model on a GPU, a multiple of 128")
     add("--settle", type=int, default=8, help="steps before; default: %(default)s")
     add("--captured", action="store_true", help="run each one also as replays of a CUDA graph")
     add("--policies", nargs="+", default=_POLICIES, metavar="POLICY", help="default: %(default)s")

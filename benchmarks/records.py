@@ -33,13 +33,6 @@ def add_output(parser: argparse.ArgumentParser, file: str | None = None) -> None
     )  # fmt: skip
 
 
-def count(text: str) -> int:
-    """An option that is a number, at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: at least 1")
-    return number
-
-
 def append(file: Path, record: Record) -> None:
     """Add one line, and close the file, so that an interrupted run keeps what it measured."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,6 @@ SUITES = {
     "host": ".host",
     "report": ".suites",
 }
-_DEFAULT = "kernels"
 
 about = "tables and plots from the records of earlier runs"
 
@@ -49,12 +48,11 @@ def load(name: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite that the arguments name (default ``kernels``); return its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] in (["-h"], ["--help"]):
+    """Run the suite that the arguments name; return its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
         print(_usage())
         return 0
-    name, *rest = argv or [_DEFAULT]
     if name not in available():
         print(f"unknown suite {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
@@ -76,11 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``report``."""
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE.jsonl",
-        help="records, such as those in benchmarks/results",
-    )  # fmt: skip
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, help="records, such as those in benchmarks/results")
+    add("--plots", type=Path, metavar="DIR", help="write plots there, as PNG")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(error) from error
     printed = 0
     for name in dict.fromkeys(r.get("suite") for r in records):
-        suite = load(name) if name in SUITES else None
-        if suite is None or not hasattr(suite, "table"):
+        if name not in SUITES:
             print(f"no suite prints the records of {name!r}", file=sys.stderr)
             continue
+        suite = load(name)
         mine = [r for r in records if r.get("suite") == name]
         print(suite.table(mine) + "\n")
         if args.plots and hasattr(suite, "plot"):

@@ -28,7 +28,8 @@ from examples.text import Corpus, library_files, split
 
 TEXT = {".py", ".pm", ".pl", ".pod", ".rst", ".txt", ".md", ".html", ".gz"}
 BLOCK = 4096  # tokens
-MOST, VOCABULARY = 85_000_000, 24_576  # bytes of text, byte pairs
+MOST = 85_000_000  # bytes of text
+VOCABULARY = 24_576  # byte pairs
 # Names and numbers, runs of white space, and any other character by itself.
 _TOKEN = re.compile(rb"\w+|\s+|.", re.DOTALL)
 _DOCSTRING = re.compile(rb'"""(.*?)"""', re.DOTALL)

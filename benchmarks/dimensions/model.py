@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,11 +20,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..llama import Attention
+from examples.gpt import MLP, GPTConfig
+
+from ..llama import Attention, draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Size(GPTConfig):
     """Sizes of the model; the default has 0.86 M parameters, 2.4 M with 4 experts.
 
     Attributes:
@@ -35,24 +35,12 @@ class Size:
         skew: how much less the router likes the last expert than the first, in nats.
     """
 
-    vocab: int = 256
     context: int = 64
     width: int = 128
-    layers: int = 4
     heads: int = 4
     experts: int = 0
     best: int = 1
     skew: float = 0.0
-
-
-class FeedForward(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
-        self.down = nn.Linear(4 * size.width, size.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class FeedForwards(nn.ModuleDict):
@@ -74,7 +62,7 @@ class Experts(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.experts = FeedForwards({str(i): FeedForward(size) for i in range(size.experts)})
+        self.experts = FeedForwards({str(i): MLP(size) for i in range(size.experts)})
         self.total, self.best = size.experts, size.best
         self.bias = -size.skew * torch.linspace(0, 1, size.experts)
         self.tokens = torch.zeros(size.experts, dtype=torch.int64)
@@ -127,7 +115,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
         self.attn = Attention(size.width, size.heads, plain=True)
-        self.mlp = Experts(size) if size.experts else FeedForward(size)
+        self.mlp = Experts(size) if size.experts else MLP(size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm_1(x))
@@ -149,13 +137,8 @@ class Net(nn.Module):
                 out=nn.Linear(size.width, size.vocab, bias=False),
             )
         )
-        for name, p in self.named_parameters():
-            if p.ndim < 2:
-                continue
-            std = 0.1 if name in ("place", "embed.weight") else 1 / math.sqrt(p.shape[1])
-            if name.endswith(("o_proj.weight", "down.weight")):
-                std /= math.sqrt(2 * size.layers)
-            nn.init.normal_(p, std=std)
+        last = ("o_proj.weight", "c_proj.weight")
+        draw_weights(self, ("place", "embed.weight"), last, size.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
@@ -185,5 +168,5 @@ def split_tensors(blocks: Sequence[Block], mesh: DeviceMesh) -> None:
             input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
         )
         plan: Any = {"attn": whole} | {f"attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        plan |= {"attn.o_proj": RowwiseParallel(), "mlp.up": ColwiseParallel()}
-        parallelize_module(block, mesh, plan | {"mlp.down": RowwiseParallel()})
+        plan |= {"attn.o_proj": RowwiseParallel(), "mlp.c_fc": ColwiseParallel()}
+        parallelize_module(block, mesh, plan | {"mlp.c_proj": RowwiseParallel()})

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import tagc
 from examples.text import load_corpus
-from tagc.groups.mesh import bytes_by_dimension
+from tagc.basics.quantities import count
 from tagc.policy import Policy
 
 from ..gloo import on_ranks
@@ -31,7 +31,7 @@ from ..network.launch import Network, sent_bytes
 from ..quality.report import difference
 from ..quality.settings import Shape
 from ..quality.training import held_out_loss
-from ..records import Record, add_output, append, count, machine, markdown, read
+from ..records import Record, add_output, append, machine, markdown, read
 from .model import Block, Net, Size, split_tensors
 
 about = "losses, and times on slow links, with tensor, pipeline and expert parallelism"
@@ -43,16 +43,12 @@ _TIMED = 8  # steps, on a link
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
-    add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2",
-        help="ranks by dimension: 'pp 2, dp 2, tp 2; tp 2' (%(default)s)",
-    )  # fmt: skip
+    add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2", help="ranks by name (%(default)s)")
     add("--methods", default="dense; 8 bits; 4 bits",
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
         "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
     )  # fmt: skip
-    add("--starved", action="store_true",
-        help="2 blocks of 8 experts, each token's best 2; the router favours the first ones",
-    )  # fmt: skip
+    add("--starved", action="store_true", help="8 experts, of which the router favours the first")
     add("--seeds", type=count, default=3, help="pairs of each line")
     add("--steps", type=count, default=600, help="of a run whose loss is measured")
     add("--rate", help="measure steps on links of this rate instead of losses: 100mbit; needs root")
@@ -63,7 +59,8 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Make the runs that are missing."""
     kind = {"suite": "dimensions"} | ({"link": args.rate} if args.rate else {})
     for job in _jobs(args):
-        about, known = kind | job.key, read([args.json]) if args.json.exists() else []
+        about = kind | job.key
+        known = read([args.json]) if args.json.exists() else []
         if any(about.items() <= record.items() for record in known):
             continue
         if args.rate:
@@ -135,7 +132,9 @@ def _times(records: Sequence[Record]) -> str:
     return markdown((*head, "MB a step", "to bf16"), rows)
 
 
-_BATCH, _MICRO_BATCHES, _WINDOWS = 32, 4, 2048
+_BATCH = 32  # sequences of a step, on all ranks
+_MICRO_BATCHES = 4  # of a pipeline's step
+_WINDOWS = 2048  # of held-out text
 _BF16 = ("bf16", "exact")
 """Methods whose stages send each other bfloat16."""
 
@@ -343,21 +342,17 @@ def train(rank: int, job: Job) -> Record:
     """Train as one of the job's ranks; on hosts of a network, if the job is timed.
 
     Returns:
-        ``loss``, or for a timed job ``seconds`` of a step and ``interface_bytes`` of the busiest
-        rank; ``wire_bytes`` and ``dense_bytes`` by dimension, of a step of this rank.
+        ``loss``, and ``expert_shares`` if the router has favourites; or for a timed job
+        ``seconds`` of a step and ``interface_bytes`` of the busiest rank.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a small model
         trainer = Trainer(job)
     if not job.timed:
-        began = time.perf_counter()
         for _ in range(job.steps):
             trainer.step()
-        took = (time.perf_counter() - began) / job.steps
-        found = _sent(job.steps)  # not what the validation gathers
-        if job.size.skew:
-            found["expert_shares"] = trainer.shares()
-        return {"loss": trainer.validate(), "step_ms": round(1e3 * took, 1), **found}
+        shares = {"expert_shares": trainer.shares()} if job.size.skew else {}
+        return {"loss": trainer.validate(), **shares}
     for _ in range(job.timed):
         trainer.step()
     dist.barrier()
@@ -368,12 +363,4 @@ def train(rank: int, job: Job) -> Record:
     seconds = (time.perf_counter() - began) / job.timed
     mine = torch.tensor([(sent_bytes() - before) / job.timed], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return {"seconds": seconds, "interface_bytes": mine.item(), **_sent(2 * job.timed)}
-
-
-def _sent(steps: int) -> Record:
-    sent = bytes_by_dimension()
-    return {
-        "wire_bytes": {name: round(b.wire_bytes / steps) for name, b in sent.items()},
-        "dense_bytes": {name: round(b.dense_bytes / steps) for name, b in sent.items()},
-    }
+    return {"seconds": seconds, "interface_bytes": mine.item()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--quick", action="store_true", help="few and small cases, about a minute")
-    add("--filter", action="append", default=[], metavar="GLOB",
-        help="only cases whose name this matches, such as 'encode/2^22*int8x4'; may be repeated",
-    )  # fmt: skip
-    add("--sizes", nargs="+", type=int, metavar="LOG2",
-        help="sizes to measure instead: 22 for 2^22 elements",
-    )  # fmt: skip
+    add("--filter", default="*", metavar="GLOB", help="cases by name, such as 'encode/2^22*int8x4'")
+    add("--sizes", nargs="+", type=int, metavar="LOG2", help="22 for 2^22 elements, and so on")
     add("--list", action="store_true", help="print the names of the cases and exit")
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
-        help="start no further case after this many seconds",
-    )  # fmt: skip
+    add("--time-limit", type=float, default=math.inf, help="seconds; then no further case starts")
     add_output(parser)
 
 
@@ -68,13 +62,7 @@ def run(args: argparse.Namespace) -> list[Record] | int:
                 # So that a case does not depend on those before it.
                 importlib.import_module("tagc.triton_kernels.scratch").release()
 
-    # What repeats this, without the files that it writes.
-    words = ["--device", device.type]
-    words += ["--quick"] if args.quick else []
-    words += ["--sizes", *map(str, args.sizes)] if args.sizes else []
-    words += [word for pattern in args.filter for word in ("--filter", pattern)]
-    command = f"python -m benchmarks kernels {shlex.join(words)}"
-    about = {"suite": "kernels", "timing": clock.about, "command": command}
+    about = {"suite": "kernels", "timing": clock.about}
     return measured("case", runs(), about | machine(device), args.json)
 
 

@@ -127,14 +127,12 @@ def measure(case: Case, device: torch.device, clock: Clock, *, budget: float) ->
         results[name] = {
             "ms": _round(1e3 * seconds),
             "host_ms": _round(1e3 * host),
-            "repeats": len(times),
             "fraction": _round(copy / seconds),
         }
     mine = results[OURS]["ms"]
     return {
         **asdict(case),
         "floor_bytes": work.floor,
-        "copy_ms": _round(1e3 * copy),
         "copy_gb_per_s": _round(work.floor / copy / 1e9),
         "contenders": results,
         "speedup": {name: _round(r["ms"] / mine) for name, r in results.items() if name != OURS},

@@ -4,7 +4,7 @@ right if it has the reference's bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -85,24 +85,19 @@ class Case:
 
 
 def select(
-    device: str,
-    patterns: Iterable[str] = (),
-    sizes: Sequence[int] | None = None,
-    *,
-    quick: bool = False,
+    device: str, glob: str = "*", sizes: Sequence[int] | None = None, *, quick: bool = False
 ) -> list[Case]:
     """The cases, most telling ones first, each once: all sizes and densities with the first value
     of every other axis, then all values of each axis at one size.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        patterns: globs over :attr:`Case.name`, or parts of it; a case that matches any stays.
+        glob: of :attr:`Case.name`, or of a part of it.
         sizes: log2 of the numbers of elements, in place of the device's own.
         quick: two small sizes, and no other axis than the density.
     """
-    globs = [f"*{pattern}*" for pattern in patterns] or ["*"]
     cases = dict.fromkeys(_cases(sizes or (_QUICK if quick else _SIZES)[device], quick))
-    return [case for case in cases if any(fnmatchcase(case.name, glob) for glob in globs)]
+    return [case for case in cases if fnmatchcase(case.name, f"*{glob}*")]
 
 
 def _cases(sizes: Sequence[int], quick: bool) -> Iterator[Case]:

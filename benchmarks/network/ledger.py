@@ -64,14 +64,7 @@ def install() -> None:
         if name in ("isend", "irecv"):  # `batch_isend_irecv` compares its operations with these
             setattr(distributed_c10d, name, counted)
     # tagc gathers parameters by messages, which nothing else tells from gradients.
-    original = UnitGatherer.gather
-
-    @functools.wraps(original)
-    def gather(self: UnitGatherer, *args: Any, **kwargs: Any) -> None:
-        with direction(PARAMETERS):
-            original(self, *args, **kwargs)
-
-    UnitGatherer.gather = gather
+    UnitGatherer.gather = direction(PARAMETERS)(UnitGatherer.gather)
 
 
 def tally(*, reset: bool = False) -> Tally:
@@ -117,9 +110,6 @@ class _TimedWork(dist.Work):
             return self._work.wait(*args, **kwargs)
         finally:
             _tally.seconds += time.perf_counter() - start
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
     def get_future(self) -> Any:
         """DDP's hooks wait for it; those seconds are not counted."""

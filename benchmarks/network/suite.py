@@ -6,9 +6,9 @@ import argparse
 import signal
 import sys
 
-from tagc.basics.quantities import seconds
+from tagc.basics.quantities import count, seconds
 
-from ..records import Record, Results, add_output, count
+from ..records import Record, Results, add_output
 from . import worker
 from .launch import UNLIMITED, Network, check_requirements, rates
 from .methods import DEFAULT, Settings, keys, resolve
@@ -25,22 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     add = parser.add_argument
     add("--ranks", default="2,4", help="world sizes (default: %(default)s)")
-    add("--ranks-per-host", type=count, default=1,
-        help="ranks that share a host and its link; all methods then work in two levels",
-    )  # fmt: skip
+    add("--ranks-per-host", type=count, default=1, help="ranks that share a host and its link")
     add("--rates", type=rates, default=_RATES, help="what a host may send (default: %(default)s)")
-    add("--latency", type=seconds, default=0.0,
-        help="what a packet takes from one host to another, such as 50ms (default: nothing)",
-    )  # fmt: skip
+    add("--latency", type=seconds, default=0.0, help="of a packet between hosts, such as 50ms")
     add("--methods",
-        help="names from benchmarks/network/methods.py, POLICY or POLICY@bf16 (parameters travel "
-        "in bf16); default: all of them but sites, and some built-in policies",
+        help="names from benchmarks/network/methods.py, POLICY, POLICY@bf16 (parameters travel in "
+        "bf16) or POLICY@ddp; default: all names but sites, and some built-in policies",
     )  # fmt: skip
     add("--steps", type=count, default=8, help="timed steps of a cell, at most")
-    add("--step-time", type=seconds,
-        help="how long a step of a site takes, such as 250ms, as if a device computed it and left "
-        "the cores idle (default: it is computed here)",
-    )  # fmt: skip
+    add("--step-time", type=seconds, help="a site's step only waits for so long, such as 250ms")
     add("--micro-batches", type=count, default=1, help="backward passes per optimizer step")
     add_output(parser, "runs/network.jsonl")
 

@@ -1,8 +1,8 @@
 """One rank's real training of one method: model, sharding, optimizer, step.
 
 The dense methods communicate without gloo's waste: its reduce-scatter sends twice what it must, and
-in its all-to-all one direction of a link waits for the other. Messages whose receives are posted
-first (:func:`exchange`) use both directions.
+in its all-to-all one direction of a link waits for the other. tagc's own messages, whose receives
+are posted first, use both directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tagc
 from examples.gpt import GPT, Block, GPTConfig
 from examples.text import Corpus
-from tagc.collect import HostGroups, RankOnHost, gather_by_rank
+from tagc.collect import HostGroups, RankOnHost, Transport, gather_by_rank
 from tagc.collect.hosts import host_groups
 
 from ..gloo import clip, with_powersgd
@@ -49,7 +49,6 @@ class Trainer:
         torch.manual_seed(0)
         sizes = ("width", "layers", "heads", "context")
         model = GPT(GPTConfig(**{name: getattr(settings, name) for name in sizes}))
-        self.parameters = sum(p.numel() for p in model.parameters())
         self._model = _shard(model, method, mesh, self.ranks_per_host)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_RATE, betas=(0.9, 0.95))
         # Of a site: the handle, and the optimizer steps between two exchanges.
@@ -159,33 +158,10 @@ def _in_bf16(group: Any, bucket: Any) -> Any:
 _in_bf16.__annotations__.clear()  # DDP reads them, and does not know strings
 
 
-# torch 2.13 renamed the former to the latter.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def exchange(
-    out: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup | None = None
-) -> None:
-    """An all-to-all by point-to-point messages, all receives posted before the first send.
-
-    Args:
-        out: what every rank of ``group`` sent to this one, contiguous each.
-        sent: what this rank sends to every one; may be the same tensor each time.
-    """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + i) % ranks for i in range(1, ranks)]
-    works = [dist.irecv(out[other], group=group, group_src=other) for other in others]
-    works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
-    out[rank].copy_(sent[rank])
-    for work in works:
-        assert work is not None
-        work.wait()
-
-
 def _summed(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum in float32 of the rows that all ranks have for this one."""
     received = torch.empty_like(rows)
-    exchange(received.unbind(), rows.unbind(), group)
+    Transport(group).all_to_all(received, rows).wait()
     return received.sum(0, dtype=torch.float32)
 
 
@@ -241,7 +217,7 @@ class MessageAllGather(_Messages, AllGather):
         rows = torch.empty_like(output_tensor, dtype=self._wire).view(group.size(), -1)
         with ledger.direction(ledger.PARAMETERS):
             if self._hosts is None:
-                exchange(rows.unbind(), [sent] * group.size(), group)
+                Transport(group).gather(rows, sent[None]).wait()
             else:
                 self._in_levels(rows, sent, self._hosts)
         output_tensor.copy_(rows.view(-1))
@@ -250,6 +226,6 @@ class MessageAllGather(_Messages, AllGather):
     def _in_levels(rows: Tensor, sent: Tensor, hosts: HostGroups) -> None:
         by_host = rows.view(hosts.across.size(), hosts.inside.size(), -1)
         own = hosts.inside.rank()
-        exchange(by_host[:, own].unbind(), [sent] * len(by_host), hosts.across)
+        Transport(hosts.across).gather(by_host[:, own], sent[None]).wait()
         for of_host in by_host:
-            exchange(of_host.unbind(), [of_host[own]] * len(of_host), hosts.inside)
+            Transport(hosts.inside).gather(of_host, of_host[own][None]).wait()

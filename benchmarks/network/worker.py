@@ -11,8 +11,6 @@ import os
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.text import load_corpus
+from tagc.costs.auto import measure_link
 from tagc.plan.sites import exchange_bytes
 
 from ..records import Record, Results, machine
 from . import ledger
 from .launch import UNLIMITED, bits_per_second, label, limit, sent_bytes
 from .methods import ALONE, Method, cell_key, keys
-from .training import Trainer, all_gather, exchange
+from .training import Trainer
 
 # After a change of rate, TCP and tc need a step to forget the old one.
 _WARM_UP = 1
@@ -36,7 +35,6 @@ _LEAST_STEPS = 3
 _CELL_SECONDS = 15.0
 # In which each site exchanges once, and as often trains without.
 _PERIODS = 4
-_LATENCY_REPEATS, _BANDWIDTH_REPEATS = 20, 30
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
@@ -73,21 +71,17 @@ class _Rank:
             self._limit(rate)
             if method is None:
                 numbers = self._link()
-                about = f"{numbers['exchange_rate'] / 1e6:.0f} Mbit/s"
             elif method.apart:
                 numbers = self._sites(method)
-                ratio = statistics.median(b / a for a, b in numbers["period_seconds"])
-                about = f"{ratio:.1%} of the steps without exchange"
             else:
                 numbers = self._steps(rate, method)
-                about = f"{statistics.median(numbers['step_seconds']):.3f} s a step"
             if method is not None:
                 numbers["about"] = method.about
             first, name = dist.get_rank() == 0, "messages" if method is None else method.name
             load = {"load": os.getloadavg()[0]}
             self._results.add(key, self._facts | load | numbers, write=first)
             if first:
-                print(self._ranks, "ranks", label(rate), name, about, file=sys.stderr, flush=True)
+                print(self._ranks, "ranks", label(rate), name, file=sys.stderr, flush=True)
 
     def _limit(self, rate: str) -> None:
         dist.barrier()
@@ -102,22 +96,17 @@ class _Rank:
         return answers
 
     def _link(self) -> Record:
-        """Median latency (seconds) of 4-byte collectives, and mean rate (bits per second, payload
-        only) of those as large as a block's. ``exchange`` is what the link can do, by messages with
-        the receives posted first. A collective is as slow as its slowest rank."""
-        large = 12 * self._args.settings.width**2 // self._ranks
-        mine = {}
-        collectives = {
-            "all_gather": lambda out, sent: all_gather(out.view(-1), sent[0]),
-            "exchange": lambda out, sent: exchange(out.unbind(), sent.unbind()),
-        }
-        for name, collective in collectives.items():
-            mine[f"{name}_latency"] = statistics.median(_seconds(collective, 1, _LATENCY_REPEATS))
-            seconds = statistics.fmean(_seconds(collective, large, _BANDWIDTH_REPEATS))
-            mine[f"{name}_rate"] = 8 * 4 * large * (self._ranks - 1) / seconds
+        """What policy `auto` measures: the latency (seconds) of an exchange by messages, and the
+        rates (bits per second, payload only) of large exchanges and of gloo's own all-gathers. Of
+        all ranks' numbers the worst."""
+        link = measure_link(self._mesh.get_group(), torch.device("cpu"))
+        rate = 8 * link.bandwidth
+        mine = {"latency": link.latency, "exchange": rate, "all_gather": rate / link.all_gather}
         answers = self._of_all(mine)
         return {
-            name: (min if name.endswith("rate") else max)(a[name] for a in answers) for name in mine
+            "exchange_latency": max(a["latency"] for a in answers),
+            "exchange_rate": min(a["exchange"] for a in answers),
+            "all_gather_rate": min(a["all_gather"] for a in answers),
         }
 
     def _settle(self, method: Method) -> None:
@@ -163,7 +152,6 @@ class _Rank:
             "tagc_bytes": mean_ours or None,
             "payload_bytes": {k: v / count for k, v in tally.payload.items()},
             "collectives": {k: v / count for k, v in tally.counts.items()},
-            "parameters": trainer.parameters,
         }
 
     def _expected_seconds(self, rate: str, method: Method) -> float:
@@ -199,7 +187,6 @@ class _Rank:
         periods = zip(*(a["took"] for a in answers), strict=True)
         return {name: statistics.fmean(a[name] for a in answers) for name in mine} | {
             "every": every,
-            "parameters": sites.parameters,
             "period_seconds": [[max(t) for t in zip(*ranks, strict=True)] for ranks in periods],
         }
 
@@ -221,15 +208,3 @@ def _sent() -> int:
     """Bytes that the kernel counted on this host's interface, all ranks being at this point."""
     dist.barrier()
     return sent_bytes()
-
-
-def _seconds(collective: Callable[..., object], numel: int, repeats: int) -> list[float]:
-    """Seconds of each call of a collective with ``numel`` fp32 elements for each rank."""
-    sent, out = torch.zeros(2, dist.get_world_size(), numel)
-    seconds = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        collective(out, sent)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]

@@ -1,16 +1,8 @@
 """``quality``: the loss of training with compressed traffic, on real ranks.
 
-Comparisons of losses, which share one training loop; all but the last run on CPUs, over gloo:
-
-* ``sweep``: loss against bits. Each method's learning rate is swept, and none is compared at
-  another's.
-* ``paired``: at dense's best rate, seed by seed. The two runs of a pair share data, order and
-  initialization, so their difference says more than their losses.
-* ``untuned``: the shipped policies at dense's own settings: what happens on the first try.
-* ``pretrained``: a pre-trained model is fine-tuned, and held-out texts are retrieved.
-* ``gpu``: a larger model on ranks that share a GPU.
-
-And ``exact``: the bits that codec ``exact`` sends at several learning rates, on CPUs, too.
+Comparisons of losses share one training loop. All but ``gpu`` run on CPUs, over gloo. In ``sweep``
+no method is compared at another's learning rate. The two runs of a pair share data, order and
+initialization, so their difference says more than their losses. ``exact`` counts bits instead.
 """
 
 from __future__ import annotations
@@ -20,16 +12,17 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tagc
+from tagc.basics.quantities import count
+from tagc.policy.policy import data_parallel_policies
 
 from ..gloo import on_ranks
-from ..records import Record, add_output, count
+from ..records import Record, add_output
 from . import exact, pretrained
-from .methods import LINES, METHODS, QUICK, Method, method_of
+from .methods import DENSE, LINES, METHODS, QUICK, Method, method_of
 from .report import table
-from .runs import GPU, Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
+from .runs import Comparison, listed_runs, make, on_gpu, paired_runs, results_of, sweep_runs
 from .settings import NANO, NANO_RECIPE, SETTINGS, SMALL, Run, Shape
 
 __all__ = ["about", "add_arguments", "run", "table"]
@@ -44,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep = comparisons.add_parser("sweep", help="each method at its best learning rate")
     add = sweep.add_argument
     add("--quick", action="store_true", help="3 methods, 2 ranks, a small model, 100 steps")
-    add("--methods", help="names as in benchmarks/quality/methods.py, separated by ';'")
-    add("--steps", type=count, default=1500, help="length of training (default: %(default)s)")
-    add("--seeds", type=count, default=3, help="the first sweeps the rates, others use the best")
 
     paired = comparisons.add_parser("paired", help="seed by seed, at dense's best rate")
     add = paired.add_argument
@@ -56,35 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{'; '.join(LINES)}; default: each setting's own",
     )  # fmt: skip
     add("--rates-not-kept", action="store_true", help="train without keep_rates")
-    add("--pairs", type=count, nargs=2, default=(3, 8), metavar=("LEAST", "MOST"),
-        help="seeds of each line; above LEAST only for a narrower interval (default: 3 8)",
-    )  # fmt: skip
+    add("--pairs", type=count, nargs=2, default=(3, 8), help="fewest, most seeds of a line (3 8)")
 
     untuned = comparisons.add_parser("untuned", help="policies at dense's own settings")
     add = untuned.add_argument
-    # These runs are in fp32, whose parameters `exact` refuses.
-    default = ",".join(name for name in tagc.policies() if name != "exact")
-    add("--policies", default=default, help="names or files, with commas")
-    add("--seeds", type=count, default=3, help="runs of each policy (default: %(default)s)")
-    how = untuned.add_mutually_exclusive_group()
-    how.add_argument("--tuned", action="store_true", help="apply the factors that a policy names")
-    how.add_argument("--kept", action="store_true", help="let tagc keep rate and limit")
+    add("--tuned", action="store_true", help="apply the factors that a policy names")
 
     tuned = comparisons.add_parser("pretrained", help="all-MiniLM-L6-v2, fine-tuned to retrieve")
     add = tuned.add_argument
     add("--lines", default=";".join(pretrained.LINES), help="separated by ';' (%(default)s)")
     add("--seeds", type=count, default=3, help="runs of each line (default: %(default)s)")
     add("--steps", type=count, default=30, help="of each run (default: %(default)s)")
-    add("--rate", type=float, default=5e-5, help="learning rate (default: %(default)s)")
-    add("--held-out", type=count, default=600, help="pairs (default: %(default)s)")
     add("--rehearse", action="store_true", help="2 ranks, a tiny model of random weights")
 
     shared = comparisons.add_parser("gpu", help="100 M parameters on ranks that share a GPU")
     add = shared.add_argument
     add("--text", type=Path, help="made by benchmarks.tokens; default: Python's library")
-    add("--policies", nargs="+", default=GPU, metavar="POLICY", help="%(default)s")
     add("--steps", type=count, default=520, help="of each line; 7 minutes of an H100's in all")
-    add("--seeds", type=count, default=1, help="runs of each line (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses a tiny model")
 
     bits = comparisons.add_parser("exact", help="bits that codec exact sends at several rates")
@@ -112,45 +90,46 @@ def run(args: argparse.Namespace) -> list[Record]:
     return results_of(args.comparison, args.json).records
 
 
-def _names(text: str | None, default: tuple[str, ...]) -> list[str]:
-    """Names in a list separated by ``;``, whose methods must be known."""
-    names = [name.strip() for name in text.split(";")] if text else list(default)
-    for name in names:
-        method_of(name)
-    return names
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(";")] if text else []
 
 
 def _sweep(args: argparse.Namespace) -> Comparison:
-    methods = _names(args.methods, QUICK if args.quick else METHODS)
     if args.quick:
         shape = replace(SMALL, ranks=2)
-        return partial(sweep_runs, methods=methods, shape=shape, steps=100, seeds=1, max_rates=3)
-    return partial(sweep_runs, methods=methods, shape=Shape(), steps=args.steps, seeds=args.seeds)
+        return partial(sweep_runs, methods=QUICK, shape=shape, steps=100, seeds=1, max_rates=3)
+    return partial(sweep_runs, methods=METHODS, shape=Shape(), steps=1500, seeds=3)
 
 
 def _paired(args: argparse.Namespace) -> Comparison:
     least, most = args.pairs
     if least > most:
         raise ValueError(f"--pairs {least} {most}: at least more than at most")
-    names = [name.strip() for name in args.settings.split(";")] if args.settings else SETTINGS
+    names = _names(args.settings) or [*SETTINGS]
     if unknown := [name for name in names if name not in SETTINGS]:
         raise ValueError(f"unknown: {'; '.join(unknown)}; there are: {'; '.join(SETTINGS)}")
-    settings, lines = [SETTINGS[name] for name in names], _names(args.lines, ())
-    how: Any = {"kept": not args.rates_not_kept, "seeds": (least, most)}
-    return partial(paired_runs, settings=settings, lines=lines, **how)
+    lines = _names(args.lines)
+    for line in lines:
+        method_of(line)  # must be known
+    return partial(
+        paired_runs,
+        settings=[SETTINGS[name] for name in names],
+        lines=lines,
+        kept=not args.rates_not_kept,
+        seeds=(least, most),
+    )
 
 
 def _untuned(args: argparse.Namespace) -> Comparison:
-    names = dict.fromkeys(["dense", *args.policies.split(",")])
-    runs = [_untuned_run(n, s, args) for s in range(args.seeds) for n in names]
+    # These runs are in fp32, whose parameters `exact` refuses.
+    names = [name for name in data_parallel_policies() if name not in (DENSE.name, "exact")]
+    methods = [method_of(name) for name in (DENSE.name, *names)]
+    runs = [_untuned_run(m, seed, tuned=args.tuned) for seed in range(3) for m in methods]
     return partial(listed_runs, runs=runs)
 
 
-def _untuned_run(policy: str, seed: int, args: argparse.Namespace) -> Run:
-    tuning = tagc.Policy.load(policy).tuning if args.tuned else None
+def _untuned_run(method: Method, seed: int, *, tuned: bool) -> Run:
+    tuning = tagc.Policy.load(method.name).tuning if tuned else None
     rate, norm = (tuning.rate_factor, tuning.norm_factor or 1.0) if tuning else (1.0, 1.0)
-    dense = policy == "dense"
-    method = Method(name=policy, policy=None if dense else policy)
-    recipe = replace(NANO_RECIPE, clip=norm, kept=args.kept and not dense)
-    given = {"steps": 150, "rate": 1e-3 * rate, "seed": seed}
-    return Run(method=method, shape=NANO, recipe=recipe, **given)
+    recipe = replace(NANO_RECIPE, clip=norm)
+    return Run(method=method, shape=NANO, recipe=recipe, steps=150, rate=1e-3 * rate, seed=seed)

@@ -11,7 +11,6 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -24,40 +23,35 @@ from ..network import ledger
 from ..records import Results, machine
 from .methods import DENSE, Method, method_of
 from .settings import Recipe, Run, Shape
-from .training import factor, make_model, make_optimizers
+from .training import distributed, factor, make_model, make_optimizers
 
-TRAINING, TUNING = (3e-3, 3e-4), (1e-5, 1e-6)
+TRAINING = (3e-3, 3e-4)
+TUNING = (1e-5, 1e-6)
 SHAPE = Shape(width=160, heads=5, context=128, ranks=2)
 _EXACT = method_of("dense, exact changes")
 _RECIPE = Recipe(half=True)
 
 
 def measure(rank: int, steps: int, results: Results) -> None:
-    """As one of the ranks, make the runs that the file does not have."""
+    """As one of the ranks, make all runs, unless the file has them."""
+    keys = {rate: _run(_EXACT, steps, rate).key for rate in (*TRAINING, *TUNING)}
+    for rate in TUNING:
+        keys[rate]["after"] = TRAINING[-1]
+    if all(map(results.get, keys.values())):
+        return
     ledger.install()
-
-    @cache
-    def native(*, reshard: bool) -> float:
-        return _train(_run(DENSE, 1, TRAINING[0]), reshard=reshard)[0][0]
-
-    @cache
-    def trained(rate: float) -> tuple[list[float], Mapping[str, Any]]:
-        return _train(_run(_EXACT, steps, rate))
-
-    for rate in (*TRAINING, *TUNING):
-        run = _run(_EXACT, steps, rate)
-        begins = {"after": TRAINING[-1]} if rate in TUNING else {}
-        key = run.key | begins
-        if results.get(key) is not None:
-            continue
-        bits, _ = _train(run, trained(TRAINING[-1])[1]) if begins else trained(rate)
-        found = {
-            "parameters": sum(p.numel() for p in make_model(run).parameters()),
-            "bits": [round(b, 4) for b in bits],
-            "native_bits": native(reshard=True),
-            "native_bits_kept": native(reshard=False),
-        }
-        results.add(key, machine() | found, write=rank == 0)
+    dense = _run(DENSE, 1, TRAINING[0])
+    about = machine() | {
+        "parameters": sum(p.numel() for p in make_model(dense).parameters()),
+        "native_bits": _train(dense)[0][0],
+        "native_bits_kept": _train(dense, reshard=False)[0][0],
+    }
+    weights = None
+    for rate, key in keys.items():
+        bits, ended = _train(_run(_EXACT, steps, rate), weights if rate in TUNING else None)
+        if rate in TRAINING:
+            weights = ended
+        results.add(key, about | {"bits": [round(b, 4) for b in bits]}, write=rank == 0)
         if rank == 0:
             print(f"rate {rate:g}: {statistics.fmean(bits):.3f} bits", file=sys.stderr, flush=True)
 
@@ -72,7 +66,7 @@ def _train(
     """What the all-gathers about each step send to another rank, in bits an element of the sender's
     shard; and the weights at the end. ``start``: weights to fine-tune."""
     corpus, ranks = load_corpus(), dist.get_world_size()
-    model = make_model(run)
+    model = distributed(make_model(run), run)
     if start is not None:
         model.load_state_dict(start)
         corpus = replace(corpus, train=corpus.validation)

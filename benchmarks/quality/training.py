@@ -48,8 +48,8 @@ def train(
     Args:
         corpus: text with tokens of the model's vocabulary; the standard library without.
         report: called after each evaluation with the step, the loss and the seconds of training.
-        make: another model than the GPT, the same on all ranks, which makes a loss of two tensors
-            of the corpus's batch; with ``validate`` in place of :func:`held_out_loss`.
+        make: another model than :func:`make_model`'s, which makes a loss of two tensors of the
+            corpus's batch; with ``validate`` in place of :func:`held_out_loss`.
 
     Returns:
         ``loss``: nats per token of held-out text, the mean of the recipe's last evaluations; None
@@ -60,8 +60,9 @@ def train(
     """
     shape, recipe = run.shape, run.recipe
     rank, corpus = dist.get_rank(), corpus or _corpus(shape.family, shape.vocabulary)
-    model = distributed(make(run), run, device) if make else make_model(run, device)
-    validate, compressor = validate or held_out_loss, None
+    model = distributed((make or make_model)(run), run, device)
+    validate = validate or held_out_loss
+    compressor = None
     # A model this small may cost more compressed, and Muon and Lion are measured with 1 bit, too.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,8 +81,9 @@ def train(
     seconds, done, often = 0.0, 0, recipe.evaluations
     for step in range(run.steps):
         started = time.perf_counter()
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = run.rate * factor(step, run.steps, recipe.floor)
         batch = corpus.batch(shape.batch, shape.context, seed=run.seed, step=step, rank=rank)
         model(*(part.to(device) for part in batch)).backward()
         if compressor is not None and recipe.kept and recipe.clip is not None:
@@ -128,15 +130,21 @@ def train(
     return record
 
 
-def make_model(run: Run, device: torch.device = _CPU) -> Any:
-    """A GPT with the same weights on all ranks, as :func:`distributed` returns it."""
+def make_model(run: Run) -> nn.Module:
+    """The whole model, with the same weights on all ranks."""
     shape = run.shape
     torch.manual_seed(run.seed)
     sizes = {name: getattr(shape, name) for name in ("width", "layers", "heads")}
-    if shape.family == "gpt":
-        return distributed(_gpt(shape, **sizes), run, device)
-    llama = Llama(vocabulary=shape.vocabulary, inner=3 * shape.width, **sizes)
-    return distributed(llama, run, device)
+    if shape.family == "llama":
+        return Llama(vocabulary=shape.vocabulary, inner=3 * shape.width, **sizes)
+    model = GPT(GPTConfig(vocab=shape.vocabulary, context=shape.context, **sizes))
+    if shape.tied:
+        for name, p in model.named_parameters():
+            if p.ndim >= 2:
+                last = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * shape.layers) if last else 1))
+        model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
+    return model
 
 
 def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
@@ -162,17 +170,6 @@ def distributed(model: nn.Module, run: Run, device: torch.device = _CPU) -> Any:
         for block in blocks:
             fully_shard(block, **how)
     return fully_shard(model, **how)
-
-
-def _gpt(shape: Shape, **sizes: int) -> GPT:
-    model = GPT(GPTConfig(vocab=shape.vocabulary, context=shape.context, **sizes))
-    if shape.tied:
-        for name, p in model.named_parameters():
-            if p.ndim >= 2:
-                last = name.endswith("c_proj.weight")
-                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * shape.layers) if last else 1))
-        model.lm_head.weight = model.transformer.wte.weight  # pyright: ignore
-    return model
 
 
 def _bits(units: Any) -> float:

@@ -200,8 +200,8 @@ def test_exact_changes_are_counted_at_several_rates(tmp_path: Path, capsys: Any)
 @pytest.mark.slow
 def test_fine_tuning_retrieves_better_and_lines_are_paired(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "pretrained.jsonl"
-    command = ["quality", "pretrained", "--rehearse", "--rate", "1e-3", "--seeds", "1"]
-    command += ["--lines", "dense;loco-4bit;DDP, one-bit", "--held-out", "64", "--json", str(file)]
+    command = ["quality", "pretrained", "--rehearse", "--seeds", "1"]
+    command += ["--lines", "dense;loco-4bit;DDP, one-bit", "--json", str(file)]
     assert suites.main([*command, "--steps", "60"]) == 0
     printed = capsys.readouterr().out
     dense, four, one = (json.loads(line) for line in file.read_text().splitlines())

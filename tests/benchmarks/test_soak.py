@@ -87,7 +87,7 @@ def resident() -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("hosts", [None, 2])
 def test_two_thousand_steps(hosts: int | None) -> None:
-    for rank, found in enumerate(on_ranks(train, 2 * (hosts or 1), 2000, hosts, minutes=2)):
+    for rank, found in enumerate(on_ranks(train, 2 * (hosts or 1), 2000, hosts)):
         print(rank, found)
         assert found["steps"] == 2000
         assert found["unresolved"] == 0
