@@ -47,7 +47,6 @@ def test_doctor_says_what_is_wrong(capsys, monkeypatch):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
     monkeypatch.setattr("tagc.ops.cpu.peel", fails)
     monkeypatch.setattr("tagc.selfcheck.checking.every_call", lambda: [PEEL])
     assert main(["doctor", "--ops", "cpu", "--no-timing"]) == 1

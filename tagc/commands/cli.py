@@ -99,9 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     command.add("--ops", help="implementation: reference, cpu or triton; default: auto")
-    command.add(
-        "--all", action="store_true", help="check every kind of call on a CPU: minutes of compiling"
-    )
     command.add("--no-timing", action="store_true", help="compare only, without timing")
     return parser
 
@@ -178,10 +175,6 @@ def _add_advise(commands: Any) -> None:
         "--shard-bandwidth", type=bandwidth, help="bandwidth within a replica, if it is faster"
     )
     command.add("--step-time", type=seconds, help="compute time of a step, without communication")
-    command.add("--tokens-per-rank", type=count, help="tokens per step; use with --tflops")
-    command.add(
-        "--tflops", type=number, help="TFLOP/s that a rank reaches; use with --tokens-per-rank"
-    )
     command.add(
         "--overlap",
         type=share,
@@ -205,7 +198,6 @@ def _add_advise(commands: Any) -> None:
     )
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
     _add_learning_rate(command)
-    command.add("--ops", help="implementation to time on cpu")
     command.add(
         "--policy",
         nargs="+",

@@ -48,7 +48,6 @@ class Question:
     parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
     gloo: bool = False  # on CPUs
     memory_bandwidth: float | None = None  # bytes/s of the device, to bound codec time
-    ops: str | None = None  # the implementation to measure on CPUs
     device_memory: float | None = None  # bytes that activations leave a rank, if known
     micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
     ddp: bool = False  # each rank has the whole model
@@ -259,9 +258,9 @@ def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, Code
             ", or lower, because codec time is not included",
             no_time,
         )
-    ops, device = get_ops("cpu", q.ops), torch.device("cpu")
-    ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
-    about = f"codec time: measured here, in one process with one thread ({ops_name})"
+    ops, device = get_ops("cpu"), torch.device("cpu")
+    name = getattr(ops, "__name__", "")
+    about = f"codec time: measured here, in one process with one thread (ops {name})"
     speeds: dict[str, Speed] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

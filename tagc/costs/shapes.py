@@ -48,15 +48,6 @@ MAX_LAYERS = 1_000
 _LONGEST_NAME = 400
 
 
-def check_name(name: str, where: str) -> None:
-    """Refuse a name that no module's parameter has. ``where`` is its source, for the message."""
-    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise ModelError(
-            f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
-            "printable characters"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
     """A parameter, before sharding."""
@@ -136,7 +127,6 @@ class ModelShapes:
         self, world_size: int, dtype: torch.dtype, *, ranks_per_host: int = 1
     ) -> list[UnitInfo]:
         """The all-reduce of every unit if each rank has the whole model, of ``dtype``, in DDP."""
-
         named = (
             (p.name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.trainable))
             for p in self.params
@@ -149,7 +139,11 @@ def _check_sizes(params: Sequence[ParamShape], source: str) -> None:
     if len(params) > MAX_TENSORS:
         raise ModelError(f"{where}: {len(params):,} parameters, more than {MAX_TENSORS:,} tensors")
     for param in params:
-        check_name(param.name, where)
+        if not 0 < len(param.name) <= _LONGEST_NAME or not param.name.isprintable():
+            raise ModelError(
+                f"{where}: {param.name!r:.80} is not a parameter name: names have 1 to "
+                f"{_LONGEST_NAME} printable characters"
+            )
         # Check sizes before multiplying: a shape may have thousands, of thousands of digits each.
         sized = all(0 <= size <= MAX_PARAMETERS for size in param.shape) and len(param.shape) <= 16
         total += param.numel if sized else 0
@@ -510,8 +504,6 @@ def _read(path: Path) -> dict[str, _Tensor]:
     if not isinstance(header, dict) or not header:
         raise ModelError(f"{path} names no tensors")
     header.pop("__metadata__", None)
-    for name in header:
-        check_name(name, str(path))
     return {name: _tensor(entry, name, path) for name, entry in header.items()}
 
 

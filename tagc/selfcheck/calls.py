@@ -238,15 +238,12 @@ def dense_calls(
     Args:
         stamped: whether messages have stamps.
     """
-    flags: dict[str, Any] = {
-        "stamp": _I32 if stamped else None, "wrong": torch.bool if stamped else None
-    }  # fmt: skip
-    given = {"x": dtype, "message": _I32, "stamp": flags["stamp"]}
-    yield _call("put_dense", ranks, **given, layout=layout)
-    given = {"message": _I32, "out": dtype}
-    wrong = {"stamp": None, "wrong": flags["wrong"]}
-    yield _call("sum_dense", ranks, 1, **given, **wrong, layout=layout, divisor=1)
-    yield _call("sum_dense", 1, ranks, **given, **flags, layout=layout, divisor=divisor)
+    stamp, wrong = (_I32, torch.bool) if stamped else (None, None)
+    yield _call("put_dense", ranks, x=dtype, message=_I32, stamp=stamp, layout=layout)
+    given: dict[str, Any] = {"message": _I32, "out": dtype}
+    options: dict[str, Any] = {"wrong": wrong, "layout": layout}
+    yield _call("sum_dense", ranks, 1, **given, stamp=None, **options, divisor=1)
+    yield _call("sum_dense", 1, ranks, **given, stamp=stamp, **options, divisor=divisor)
 
 
 def merged_calls(

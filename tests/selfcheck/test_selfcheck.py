@@ -45,12 +45,9 @@ def change(x: Tensor) -> None:
 
 def test_the_reference_passes():
     assert set(ONE_OF_EACH) == set(OPERATORS)
-    calls = list(ONE_OF_EACH.values())
-    checked = check(standin("passes"), CPU, calls)
-    assert checked.calls == calls
-    assert not checked.failures
-    assert f"{len(calls)} kinds of calls give the reference's bits" in str(checked)
-    assert f"torch {torch.__version__}" in str(checked)
+    note = check(standin("passes"), CPU, ONE_OF_EACH.values())
+    assert f"{len(OPERATORS)} kinds of calls give the reference's bits" in note
+    assert f"torch {torch.__version__}" in note
 
 
 # Also those that an operator only reads. Decoding uses up its cells.
