@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tagc.attach.ddp import planned_units
@@ -249,23 +249,13 @@ def synthetic(numel: int) -> ModelShapes:
 
 _LARGEST = 100_000_000  # bytes of a JSON file, and of a header: the format's limit
 _INDEX = "weight_map"  # the key that marks an index of several safetensors files
-_MOST = 2**63 - 1  # largest size or offset
 _FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,240}\.safetensors")
 _TRAINED = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(spec: str) -> ModelShapes:
-    """Read the model that a command line names.
-
-    Args:
-        spec: a number of parameters, for a synthetic transformer; a ``config.json`` of
-            transformers; a safetensors file, the ``.index.json`` of several, or a folder with any
-            of these; ``module:function``, called without arguments on the meta device, which
-            returns an nn.Module or a state dict; or a JSON file of shapes by name.
-
-    Raises:
-        ModelError: if ``spec`` names no valid model.
-    """
+    """Read the model that a command line names, as ``tagc explain --help`` says. Raises ModelError
+    if ``spec`` names no valid model."""
     path = Path(spec)
     if os.path.isdir(path):  # Path.is_dir raises if a name is too long
         return _from_folder(path)
@@ -328,8 +318,6 @@ def _is_shape(value: object) -> bool:
 
 
 def _from_function(spec: str) -> ModelShapes:
-    """Call ``module:function`` without arguments on the meta device, and take the shapes of the
-    nn.Module or state dict that it returns."""
     module_name, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ModelError(
@@ -422,28 +410,18 @@ def _by_transformers(path: Path, name: str | None) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    dtype: str
-    shape: tuple[int, ...]
-    size: int  # bytes
-
-
 def _from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
     """The model in several safetensors files. ``index``, in ``path``, maps its tensors to them."""
     where = index.get(_INDEX)
-    if (
-        not isinstance(where, dict)
-        or not where
-        or not all(isinstance(f, str) for f in where.values())
-    ):
+    if not isinstance(where, dict) or not where:
         raise ModelError(f"{path}: {_INDEX} is not an object of tensor names and their files")
-    for file in (names := dict.fromkeys(where.values())):
-        if not _FILE.fullmatch(file):
+    for file in where.values():
+        if not _FILE.fullmatch(str(file)):
             raise ModelError(
                 f"{path}: {file!r:.80} is not the name of a safetensors file beside it, such as "
                 "model-00001-of-00002.safetensors"
             )
+    names = dict.fromkeys(where.values())
     files = {name: _read(path.parent / name) for name in names}
     lost = [f"{name} in {file}" for name, file in where.items() if name not in files[file]]
     if lost:
@@ -452,19 +430,25 @@ def _from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
     return _shapes(tensors, f"{path.name} of {len(files)} files")
 
 
-def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
+# By name: dtype and shape.
+_Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _shapes(tensors: _Tensors, source: str) -> ModelShapes:
     """Shapes of the floating-point tensors. Others are buffers, or codes of quantized weights."""
-    total = sum(tensor.size for tensor in tensors.values())
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _TRAINED}
-    if 2 * sum(tensor.size for tensor in trained.values()) < total:
-        kinds = ", ".join(sorted({t.dtype for t in tensors.values()} - set(_TRAINED)))
+    if not tensors:
+        raise ModelError(f"{source} names no tensors")
+    sizes = {name: math.prod(shape) for name, (_, shape) in tensors.items()}
+    trained = {name: tensor for name, tensor in tensors.items() if tensor[0] in _TRAINED}
+    if 2 * sum(sizes[name] for name in trained) < sum(sizes.values()):
+        kinds = ", ".join(sorted({dtype for dtype, _ in tensors.values()} - set(_TRAINED)))
         raise ModelError(
             f"{source}: most of it is {kinds}, as in a quantized checkpoint, not the weights that "
             "are trained: give the model's config.json"
         )
     dtypes = Counter[str]()
-    for tensor in trained.values():
-        dtypes[tensor.dtype] += tensor.size
+    for name, (dtype, _) in trained.items():
+        dtypes[dtype] += sizes[name]
     left = len(tensors) - len(trained)
     about = f"{source}, {'/'.join(dtype for dtype, _ in dtypes.most_common())}"
     if left:
@@ -472,7 +456,7 @@ def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
     # The order of parameters in modules decides which are adjacent in FSDP's buffers. Files do not
     # record it, so bytes may differ from the model's by a block here or there.
     names = sorted(trained, key=_numbers_as_such)
-    return ModelShapes.of({name: trained[name].shape for name in names}, about)
+    return ModelShapes.of({name: trained[name][1] for name in names}, about)
 
 
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
@@ -481,43 +465,17 @@ def _numbers_as_such(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _read(path: Path) -> dict[str, _Tensor]:
-    """A safetensors file's tensors. Its header is a length in 8 bytes and that many bytes of JSON
-    (https://github.com/huggingface/safetensors, "Format"); the rest is not read."""
+def _read(path: Path) -> _Tensors:
+    """A safetensors file's tensors; only its header is read."""
     try:
-        with open_regular(path) as file:
-            start = file.read(8)
-            if start == b"version ":
-                raise ModelError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LARGEST + 1
-            content = file.read(length) if length <= _LARGEST else b""
+        open_regular(path).close()
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
-    if len(content) != length:
+    except SafetensorError as error:
         raise ModelError(
-            f"{path} is not a safetensors file, or truncated: its header is incomplete"
-        )
-    try:
-        header = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not a safetensors file or index: {error}") from None
-    if not isinstance(header, dict) or not header:
-        raise ModelError(f"{path} names no tensors")
-    header.pop("__metadata__", None)
-    return {name: _tensor(entry, name, path) for name, entry in header.items()}
-
-
-def _tensor(entry: Any, name: str, path: Path) -> _Tensor:
-    wrong = ModelError(f"{path}: {name!r:.80} has no valid dtype, shape and offsets")
-    try:
-        shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
-    except (TypeError, KeyError, ValueError):
-        raise wrong from None
-    numbers = (*shape, begin, end)
-    if not isinstance(dtype, str) or any(
-        type(n) is not int or not 0 <= n <= _MOST for n in numbers
-    ):
-        raise wrong
-    if end < begin:
-        raise wrong
-    return _Tensor(dtype, shape, end - begin)
+            f"{path} is not a safetensors file, or truncated, or a git-lfs pointer (run git lfs "
+            f"pull): {error}"
+        ) from None
