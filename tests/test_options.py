@@ -22,7 +22,6 @@ VALUES = {
     "device_memory": "1MB",
     "dtype": "bf16",
     "experts_per_token": "2",
-    "full": None,
     "inside_bandwidth": "1GB",
     "json": None,
     "latency": "1ms",

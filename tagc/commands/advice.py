@@ -62,7 +62,6 @@ def explain(args: argparse.Namespace) -> int:
             "with one data-parallel rank",
             "replicas ranks_per_host dtype bandwidth latency micro_batches learning_rate",
         ),
-        (alone and not args.json, "with one data-parallel rank and without --json", "full"),
     )
     if not alone:
         _check_ranks(args)
@@ -78,13 +77,13 @@ def explain(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
-        data = plan_data(shapes, plan, full=args.full)
+        data = plan_data(shapes, plan)
         if traffic is not None:
             data["dimensions"] = [asdict(each) for each in traffic]
         return print_json(data)
     source = f" ({shapes.source})" if shapes.source else ""
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
-    print(plan.full if args.full else plan)
+    print(plan)
     if traffic is not None:
         print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0

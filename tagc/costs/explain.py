@@ -172,10 +172,8 @@ def plan_shapes(
     return plan.at_learning_rate(learning_rate)
 
 
-def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
-    """A plan as data for JSON: the bytes that a rank sends and stores. ``full``: equal blocks are
-    not merged."""
-    rows = plan.rows if full else merged(plan.rows)
+def plan_data(shapes: ModelShapes, plan: Plan) -> dict[str, Any]:
+    """A plan as data for JSON: the bytes that a rank sends and stores, with equal blocks merged."""
     return {
         "model": shapes.data,
         "policy": plan.policy.name,
@@ -188,5 +186,5 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
         "memory": {**asdict(plan.memory), "peak": plan.memory.peak},
         "notes": [*plan.about_exact, *plan.notes],
         "warnings": list(plan.warnings),
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in merged(plan.rows)],
     }

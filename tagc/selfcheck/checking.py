@@ -101,13 +101,13 @@ def _message(name: str, complaint: str, case: Case, where: str) -> str:
     )
 
 
-def examine(device: torch.device, ops: str | None = None) -> bool:
+def examine(device: torch.device) -> bool:
     """Print the device and its software, and check the operators: on a CPU, where compiling takes
     minutes, one call of each. Returns whether all are right."""
     system = {"python": platform.python_version(), "system": platform.platform()}
     for name, value in (about(device) | system).items():
         print(f"{name:12}{value}")
-    implementation = get_ops(device, ops)
+    implementation = get_ops(device)
     calls = list(every_call())
     if not compiles_ahead(implementation):
         calls = list({call.operator: call for call in reversed(calls)}.values())
