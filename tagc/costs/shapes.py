@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tagc.attach.ddp import planned_units
@@ -46,6 +46,15 @@ MAX_PARAMETERS = 10**15
 MAX_TENSORS = 200_000
 MAX_LAYERS = 1_000
 _LONGEST_NAME = 400
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse a name that no module's parameter has. ``where`` is its source, for the message."""
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise ModelError(
+            f"{where}: {name!r:.80} is not a parameter name: names have 1 to {_LONGEST_NAME} "
+            "printable characters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +148,7 @@ def _check_sizes(params: Sequence[ParamShape], source: str) -> None:
     if len(params) > MAX_TENSORS:
         raise ModelError(f"{where}: {len(params):,} parameters, more than {MAX_TENSORS:,} tensors")
     for param in params:
-        if not 0 < len(param.name) <= _LONGEST_NAME or not param.name.isprintable():
-            raise ModelError(
-                f"{where}: {param.name!r:.80} is not a parameter name: names have 1 to "
-                f"{_LONGEST_NAME} printable characters"
-            )
+        check_name(param.name, where)
         # Check sizes before multiplying: a shape may have thousands, of thousands of digits each.
         sized = all(0 <= size <= MAX_PARAMETERS for size in param.shape) and len(param.shape) <= 16
         total += param.numel if sized else 0
@@ -249,6 +254,7 @@ def synthetic(numel: int) -> ModelShapes:
 
 _LARGEST = 100_000_000  # bytes of a JSON file, and of a header: the format's limit
 _INDEX = "weight_map"  # the key that marks an index of several safetensors files
+_MOST = 2**63 - 1  # largest size or offset
 _FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,240}\.safetensors")
 _TRAINED = ("F64", "F32", "F16", "BF16")
 
@@ -318,6 +324,8 @@ def _is_shape(value: object) -> bool:
 
 
 def _from_function(spec: str) -> ModelShapes:
+    """Call ``module:function`` without arguments on the meta device, and take the shapes of the
+    nn.Module or state dict that it returns."""
     module_name, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ModelError(
@@ -410,18 +418,28 @@ def _by_transformers(path: Path, name: str | None) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    size: int  # bytes
+
+
 def _from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
     """The model in several safetensors files. ``index``, in ``path``, maps its tensors to them."""
     where = index.get(_INDEX)
-    if not isinstance(where, dict) or not where:
+    if (
+        not isinstance(where, dict)
+        or not where
+        or not all(isinstance(f, str) for f in where.values())
+    ):
         raise ModelError(f"{path}: {_INDEX} is not an object of tensor names and their files")
-    for file in where.values():
-        if not _FILE.fullmatch(str(file)):
+    for file in (names := dict.fromkeys(where.values())):
+        if not _FILE.fullmatch(file):
             raise ModelError(
                 f"{path}: {file!r:.80} is not the name of a safetensors file beside it, such as "
                 "model-00001-of-00002.safetensors"
             )
-    names = dict.fromkeys(where.values())
     files = {name: _read(path.parent / name) for name in names}
     lost = [f"{name} in {file}" for name, file in where.items() if name not in files[file]]
     if lost:
@@ -430,25 +448,19 @@ def _from_index(path: Path, index: Mapping[str, Any]) -> ModelShapes:
     return _shapes(tensors, f"{path.name} of {len(files)} files")
 
 
-# By name: dtype and shape.
-_Tensors = dict[str, tuple[str, tuple[int, ...]]]
-
-
-def _shapes(tensors: _Tensors, source: str) -> ModelShapes:
+def _shapes(tensors: Mapping[str, _Tensor], source: str) -> ModelShapes:
     """Shapes of the floating-point tensors. Others are buffers, or codes of quantized weights."""
-    if not tensors:
-        raise ModelError(f"{source} names no tensors")
-    sizes = {name: math.prod(shape) for name, (_, shape) in tensors.items()}
-    trained = {name: tensor for name, tensor in tensors.items() if tensor[0] in _TRAINED}
-    if 2 * sum(sizes[name] for name in trained) < sum(sizes.values()):
-        kinds = ", ".join(sorted({dtype for dtype, _ in tensors.values()} - set(_TRAINED)))
+    total = sum(tensor.size for tensor in tensors.values())
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.dtype in _TRAINED}
+    if 2 * sum(tensor.size for tensor in trained.values()) < total:
+        kinds = ", ".join(sorted({t.dtype for t in tensors.values()} - set(_TRAINED)))
         raise ModelError(
             f"{source}: most of it is {kinds}, as in a quantized checkpoint, not the weights that "
             "are trained: give the model's config.json"
         )
     dtypes = Counter[str]()
-    for name, (dtype, _) in trained.items():
-        dtypes[dtype] += sizes[name]
+    for tensor in trained.values():
+        dtypes[tensor.dtype] += tensor.size
     left = len(tensors) - len(trained)
     about = f"{source}, {'/'.join(dtype for dtype, _ in dtypes.most_common())}"
     if left:
@@ -456,7 +468,7 @@ def _shapes(tensors: _Tensors, source: str) -> ModelShapes:
     # The order of parameters in modules decides which are adjacent in FSDP's buffers. Files do not
     # record it, so bytes may differ from the model's by a block here or there.
     names = sorted(trained, key=_numbers_as_such)
-    return ModelShapes.of({name: trained[name][1] for name in names}, about)
+    return ModelShapes.of({name: trained[name].shape for name in names}, about)
 
 
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
@@ -465,17 +477,41 @@ def _numbers_as_such(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _read(path: Path) -> _Tensors:
-    """A safetensors file's tensors; only its header is read."""
+def _read(path: Path) -> dict[str, _Tensor]:
+    """A safetensors file's tensors. Its header is a length in 8 bytes and that many bytes of JSON
+    (https://github.com/huggingface/safetensors, "Format"); the rest is not read."""
     try:
-        open_regular(path).close()
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+        with open_regular(path) as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise ModelError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LARGEST + 1
+            content = file.read(length) if length <= _LARGEST else b""
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
-    except SafetensorError as error:
+    if len(content) != length:
         raise ModelError(
-            f"{path} is not a safetensors file, or truncated, or a git-lfs pointer (run git lfs "
-            f"pull): {error}"
-        ) from None
+            f"{path} is not a safetensors file, or truncated: its header is incomplete"
+        )
+    try:
+        header = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not a safetensors file or index: {error}") from None
+    if not isinstance(header, dict) or not header:
+        raise ModelError(f"{path} names no tensors")
+    header.pop("__metadata__", None)
+    for name in header:
+        check_name(name, str(path))
+    return {name: _tensor(entry, name, path) for name, entry in header.items()}
+
+
+def _tensor(entry: Any, name: str, path: Path) -> _Tensor:
+    try:
+        shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
+        numbers = (*shape, begin, end, end - begin)
+        valid = isinstance(dtype, str) and all(type(n) is int for n in numbers)
+        if valid and all(0 <= n <= _MOST for n in numbers):
+            return _Tensor(dtype, shape, end - begin)
+    except (TypeError, KeyError, ValueError):
+        pass
+    raise ModelError(f"{path}: {name!r:.80} has no valid dtype, shape and offsets")
