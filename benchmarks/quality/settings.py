@@ -166,6 +166,12 @@ def _sites(name: str, sites: int, batch: int | None = None, **given: Any) -> Set
     )
 
 
+def _whole(name: str, sites: int) -> Setting:
+    """Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers."""
+    lines = ("sites, every 32, 2 bits, outer momentum 0.5",)
+    return _sites(name, sites, batch=32, steps=2000, dense=_DDP, lines=lines)
+
+
 _DDP = replace(DENSE, ddp=True)
 _LLAMA = (
     "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
@@ -216,8 +222,9 @@ _ALL = (
     _sites("2 sites, Muon", 2),
     _sites("2 sites, Muon, 3000 steps", 2, steps=3000),
     _sites("2 sites, Muon, 10000 steps", 2, steps=10_000, dense=_DDP),
-    # Every site has the batch that it would train with alone, at its rate; see DiLoCo's papers.
-    _sites("2 sites, full batches", 2, batch=32, steps=2000, dense=_DDP,
-           lines=("sites, every 32, 2 bits, outer momentum 0.5",)),
+    _whole("2 sites, full batches", 2),
+    _whole("2 sites, full batches, Muon", 2),
+    _whole("8 sites, full batches", 8),
+    _whole("8 sites, full batches, Muon", 8),
 )  # fmt: skip
 SETTINGS = {setting.name: setting for setting in _ALL}

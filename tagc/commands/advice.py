@@ -33,49 +33,6 @@ from tagc.costs.shapes import ModelError, ModelShapes, load_model
 from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 
-# The options without effect, by situation.
-_SHARED: dict[str, tuple[str, ...]] = {
-    "with --ddp": ("replicas", "sites", "mesh", "param_dtype", "learning_rate"),
-    "without --mesh": ("tokens", "experts_per_token"),
-    "with --mesh": ("world",),
-    "with a --mesh without dimension ep": ("experts_per_token",),
-    "with --param-dtype fp32": ("learning_rate",),
-}
-EXPLAIN = _SHARED | {
-    "with a policy for sites": (
-        *("ddp", "replicas", "ranks_per_host", "dtype", "param_dtype"),
-        *("bandwidth", "latency", "micro_batches"),
-    ),
-    "with a policy that is not for sites": ("sites",),
-    "with a policy without codec auto": ("bandwidth", "latency"),
-    "with a policy without exact changes": ("learning_rate",),
-    "with one data-parallel rank": (
-        *("replicas", "ranks_per_host", "dtype", "bandwidth", "latency", "micro_batches"),
-        "learning_rate",
-    ),
-    "with one data-parallel rank and without --json": ("full",),
-}
-ADVISE = _SHARED | {
-    "with --ddp": (*_SHARED["with --ddp"], "shard_bandwidth"),
-    "with --mesh": ("world", "replicas"),
-    "with --sites": (
-        *("mesh", "tokens", "experts_per_token", "replicas", "ranks_per_host", "micro_batches"),
-        *("dtype", "param_dtype", "inside_bandwidth", "shard_bandwidth", "memory_bandwidth"),
-        *("device_memory", "ops", "plot", "learning_rate"),
-    ),
-    # It decides only how much overlaps.
-    "with --sites and --overlap, or without a compute time": ("device",),
-    "with one rank on each host": ("inside_bandwidth",),
-    "without --replicas": ("shard_bandwidth",),
-    "without --device cpu": ("ops",),
-    "with --memory-bandwidth": ("ops",),
-    "without a compute time (--step-time)": ("overlap",),
-    "with a --mesh whose data-parallel ranks share a host": (
-        *("step_time", "tokens_per_rank", "tflops", "overlap", "device", "ops", "dtype"),
-        *("device_memory", "plot", "learning_rate"),
-    ),
-}
-
 
 def explain(args: argparse.Namespace) -> int:
     listed = policies()
@@ -87,18 +44,25 @@ def explain(args: argparse.Namespace) -> int:
         )
     mesh, policy = _mesh(args), Policy.load(args.policy)
     alone = mesh is not None and args.world == 1
-    holds = {
-        "with a policy for sites": policy.sites is not None,
-        "with a policy that is not for sites": policy.sites is None,
-        "with a policy without codec auto": not is_automatic(policy),
-        "with a policy without exact changes": not any(
-            isinstance(rule.codec, ExactConfig) and rule.codec.keep_copy
-            for rule in policy.parameters
+    of_sites = policy.sites is not None
+    exact = any(isinstance(r.codec, ExactConfig) and r.codec.keep_copy for r in policy.parameters)
+    _refuse_without_effect(
+        args,
+        mesh,
+        (
+            of_sites,
+            "with a policy for sites",
+            "ddp replicas ranks_per_host dtype param_dtype bandwidth latency micro_batches",
         ),
-        "with one data-parallel rank": alone,
-        "with one data-parallel rank and without --json": alone and not args.json,
-    }
-    _refuse_without_effect(args, mesh, EXPLAIN, holds)
+        (not of_sites, "with a policy that is not for sites", "sites"),
+        (not is_automatic(policy), "with a policy without codec auto", "bandwidth latency"),
+        (not exact, "with a policy without exact changes", "learning_rate"),
+        (
+            alone,
+            "with one data-parallel rank",
+            "replicas ranks_per_host dtype bandwidth latency micro_batches learning_rate",
+        ),
+    )
     if not alone:
         _check_ranks(args)
     shapes = load_model(args.model)
@@ -113,13 +77,13 @@ def explain(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
-        data = plan_data(shapes, plan, full=args.full)
+        data = plan_data(shapes, plan)
         if traffic is not None:
             data["dimensions"] = [asdict(each) for each in traffic]
         return print_json(data)
     source = f" ({shapes.source})" if shapes.source else ""
     print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
-    print(plan.full if args.full else plan)
+    print(plan)
     if traffic is not None:
         print(f"\n{traffic_table(traffic, args.tokens)}")
     return 0
@@ -132,9 +96,8 @@ def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan
         try:
             return plan_sites(shapes, policy, world_size=args.world, sites=args.sites)
         except PolicyError as error:
-            raise ModelError(f"{error} (--sites)" if args.sites < 2 else str(error)) from None
-        except ValueError as error:
-            raise ModelError(str(error)) from None
+            option = " (--sites)" if args.sites < 2 else ""
+            raise PolicyError(f"{error}{option}") from None
     choose = None
     if args.bandwidth is not None:
         choose = FastestChoice.of(_link(args), args.micro_batches)
@@ -158,27 +121,36 @@ def advise(args: argparse.Namespace) -> int:
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
     compared = [Policy.load(name) for name in (*data_parallel_policies(), *args.policy)]
-    no_compute = (args.step_time, args.tokens_per_rank, args.tflops) == (None, None, None)
-    holds = {
-        "with --sites": args.sites > 1,
-        "with --sites and --overlap, or without a compute time": (
-            args.sites > 1 and (args.overlap is not None or no_compute)
+    of_sites, no_compute = args.sites > 1, args.step_time is None
+    no_device = of_sites and (args.overlap is not None or no_compute)
+    _refuse_without_effect(
+        args,
+        mesh,
+        (mesh is not None, "with --mesh", "replicas"),
+        (
+            of_sites,
+            "with --sites",
+            "mesh tokens experts_per_token replicas ranks_per_host micro_batches dtype param_dtype "
+            "inside_bandwidth shard_bandwidth memory_bandwidth device_memory plot learning_rate",
         ),
-        "with one rank on each host": args.ranks_per_host == 1,
-        "without --replicas": args.replicas == 1,
-        "without --device cpu": args.device != "cpu",
-        "with --memory-bandwidth": args.memory_bandwidth is not None,
-        "without a compute time (--step-time)": no_compute,
-        "with a --mesh whose data-parallel ranks share a host": shared,
-    }
-    _refuse_without_effect(args, mesh, ADVISE, holds)
+        # It decides only how much overlaps.
+        (no_device, "with --sites and --overlap, or without a compute time", "device"),
+        (args.ranks_per_host == 1, "with one rank on each host", "inside_bandwidth"),
+        (args.replicas == 1, "without --replicas", "shard_bandwidth"),
+        (no_compute, "without a compute time (--step-time)", "overlap"),
+        (
+            shared,
+            "with a --mesh whose data-parallel ranks share a host",
+            "step_time overlap device dtype device_memory plot learning_rate",
+        ),
+    )
     plots = None if args.plot is None else pyplot_for(args.plot)
-    if args.sites > 1:
+    if of_sites:
         args.world = args.sites if args.world is None else args.world
         if args.world % args.sites:
             raise ModelError(f"--world {args.world} does not divide by --sites {args.sites}")
     shapes = load_model(args.model if args.params is None else args.params)
-    if args.sites > 1:
+    if of_sites:
         return _advise_sites(args, shapes)
     link, dimensions = _link(args), []
     if mesh is None:
@@ -231,34 +203,17 @@ def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Ques
         replicas=args.replicas,
         sites=args.sites,
         shard_link=within,
-        compute=_compute(args, shapes),
+        compute=args.step_time,
         overlap=args.overlap if args.overlap is not None else 0.0 if on_cpu else 1.0,
         dtype=DTYPES[args.dtype],
         parameter_dtype=DTYPES[args.param_dtype],
         gloo=on_cpu,
         memory_bandwidth=args.memory_bandwidth,
-        ops=args.ops,
         device_memory=args.device_memory,
         micro_batches=args.micro_batches,
         ddp=args.ddp,
         learning_rate=args.learning_rate,
     )
-
-
-def _compute(args: argparse.Namespace, shapes: ModelShapes) -> float | None:
-    """Seconds of a step without communication; None if not given."""
-    given = args.tokens_per_rank, args.tflops
-    if args.step_time is not None:
-        if given != (None, None):
-            raise ModelError("give --step-time, or --tokens-per-rank and --tflops, not both")
-        return args.step_time
-    if given == (None, None):
-        return None
-    tokens = args.tokens if args.tokens_per_rank is None else args.tokens_per_rank
-    if tokens is None or args.tflops is None:
-        raise ModelError("--tokens-per-rank and --tflops belong together: give both")
-    # Two operations per parameter and token in forward, four in backward.
-    return 6 * shapes.numel * tokens / (args.tflops * 1e12)
 
 
 def _link(args: argparse.Namespace) -> Link:
@@ -291,30 +246,26 @@ def _traffic(
 
 
 def _refuse_without_effect(
-    args: argparse.Namespace,
-    mesh: Mapping[str, int] | None,
-    table: Mapping[str, tuple[str, ...]],
-    holds: Mapping[str, bool],
+    args: argparse.Namespace, mesh: Mapping[str, int] | None, *cases: tuple[bool, str, str]
 ) -> None:
     """Raise ModelError if an option was given that has no effect, or a mesh without tokens.
 
     Args:
-        table: the options without effect, by situation.
-        holds: the situations of this command line, besides those that both commands know.
+        cases: whether a situation holds, its name, and the options without effect in it; besides
+            those that both commands know.
     """
-    holds = {
-        "with --ddp": args.ddp,
-        "without --mesh": mesh is None,
-        "with --mesh": mesh is not None,
-        "with a --mesh without dimension ep": mesh is not None and "ep" not in mesh,
-        "with --param-dtype fp32": args.param_dtype == "fp32",
-        **holds,
-    }
-    assert holds.keys() == table.keys()
-    for situation in (situation for situation in table if holds[situation]):
-        for option in (option for option in table[situation] if option in args.given):
-            name = option.replace("_", "-")
-            raise ModelError(f"{situation} leave --{name} out: it has no effect")
+    shared = (
+        (args.ddp, "with --ddp", "replicas sites mesh param_dtype learning_rate shard_bandwidth"),
+        (mesh is None, "without --mesh", "tokens experts_per_token"),
+        (mesh is not None, "with --mesh", "world"),
+        ("ep" not in (mesh or {}), "with a --mesh without dimension ep", "experts_per_token"),
+        (args.param_dtype == "fp32", "with --param-dtype fp32", "learning_rate"),
+    )
+    for holds, situation, options in (*shared, *cases):
+        for option in options.split() if holds else ():
+            if option in args.given:
+                name = option.replace("_", "-")
+                raise ModelError(f"{situation} leave --{name} out: it has no effect")
     if mesh is not None and args.tokens is None:
         raise ModelError("with --mesh give --tokens")
 

@@ -98,10 +98,6 @@ def _parser() -> argparse.ArgumentParser:
         "--device cuda --no-timing",
     )
     command.add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    command.add("--ops", help="implementation: reference, cpu or triton; default: auto")
-    command.add(
-        "--all", action="store_true", help="check every kind of call on a CPU: minutes of compiling"
-    )
     command.add("--no-timing", action="store_true", help="compare only, without timing")
     return parser
 
@@ -114,7 +110,7 @@ def _add_explain(commands: Any) -> None:
         "7B --world 64 --ranks-per-host 8 --policy hosts",
         "llama-70b/config.json --world 256 --ranks-per-host 8",
         "model.safetensors.index.json --world 64 --json",
-        "my_models:make --world 16 --full",
+        "my_models:make --world 16",
         "7B --world 64 --policy auto --bandwidth 100Gbit",
         "1B --world 8 --policy loco-4bit --ddp",
         "70B --mesh pp=2,dp=4,tp=8 --tokens 8192 --policy hybrid-3d",
@@ -129,9 +125,6 @@ def _add_explain(commands: Any) -> None:
     command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
     _add_learning_rate(command)
-    command.add(
-        "--full", action="store_true", help="print every parameter, even if blocks are equal"
-    )
     _add_json(command)
 
 
@@ -178,10 +171,6 @@ def _add_advise(commands: Any) -> None:
         "--shard-bandwidth", type=bandwidth, help="bandwidth within a replica, if it is faster"
     )
     command.add("--step-time", type=seconds, help="compute time of a step, without communication")
-    command.add("--tokens-per-rank", type=count, help="tokens per step; use with --tflops")
-    command.add(
-        "--tflops", type=number, help="TFLOP/s that a rank reaches; use with --tokens-per-rank"
-    )
     command.add(
         "--overlap",
         type=share,
@@ -205,7 +194,6 @@ def _add_advise(commands: Any) -> None:
     )
     command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
     _add_learning_rate(command)
-    command.add("--ops", help="implementation to time on cpu")
     command.add(
         "--policy",
         nargs="+",

@@ -83,7 +83,7 @@ def _doctor(args: argparse.Namespace) -> int:
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    wrong = bool(examine(device, args.ops, every=args.all).failures)
+    wrong = not examine(device)
     if not args.no_timing:
         wrong |= bool(_benchmarks(["kernels", "--quick", "--device", kind]))
     print("If anything here is wrong, paste all of this into your report.")

@@ -155,32 +155,22 @@ def verdict(advisor: Advisor) -> list[str]:
     q = advisor.question
     if faster is None:
         return [f"No policy compresses anything in this model: stay with {dense.name}."]
-    over = "the model (fully_shard)" if q.ddp else "over more ranks"
-    if not any(map(advisor.fits, advisor.candidates)):
+    if other is None:
+        over = "the model (fully_shard)" if q.ddp else "over more ranks"
+        if any(map(advisor.fits, advisor.candidates)):
+            return [f"No policy fits in the memory that training itself leaves. Shard {over}."]
         room = format_bytes(q.device_memory or 0)
         return [f"Nothing fits in {room} a rank, not even {dense.name}: shard {over}."]
-    if other is None:
-        over += "" if q.ddp else ", or over more ranks on each host"
-        return [f"No policy fits in the memory that training itself leaves. Shard {over}."]
     saving = advisor.saving(other)
     step = "step" if q.compute else "time on the link"
     before, after = (format_seconds(advisor.cost(c).seconds) for c in (dense, other))
+    pays, saved = "does not pay", f"less than {PAYS:.0%}"
     if saving >= PAYS:
-        first = (
-            f"Compression pays: {other.name} takes {after}, and {dense.name}, the best dense form, "
-            f"takes {before}. The policy saves {saving:.0%} of the {step}."
-        )
-    elif saving > 0:
-        first = (
-            f"Compression does not pay: the best policy, {other.name}, saves {saving:.1%} of the "
-            f"{step} of {dense.name} ({before}), less than {PAYS:.0%}."
-        )
-    else:
-        first = (
-            f"Compression does not pay: the best policy, {other.name}, takes {after}, and "
-            f"{dense.name} takes {before}."
-        )
-    lines = [first]
+        pays, saved = "pays", f"{saving:.0%}"
+    lines = [
+        f"Compression {pays}: {other.name} takes {after}, and {dense.name}, the best dense form, "
+        f"takes {before}. The policy saves {saved} of the {step}."
+    ]
     if other.written:
         lines.append(f"Write {other.name} as {other.written}.")
     if faster is not other:
@@ -191,12 +181,7 @@ def verdict(advisor: Advisor) -> list[str]:
     last = advisor.last_to_pay()
     if last is None:
         lines.append("No policy pays at any bandwidth.")
-    elif last[1] == math.inf:
-        lines.append(
-            "Give a compute time (--step-time) to see the bandwidth at which compression stops "
-            "paying."
-        )
-    else:
+    elif last[1] < math.inf:
         lines.append(
             f"Compression stops paying at {format_bandwidth(last[1])}{advisor.proviso}: on faster "
             f"links no policy saves {PAYS:.0%} of the {step} ({last[0]} is the last that does)."
@@ -246,7 +231,7 @@ def _asked(q: Question) -> list[str]:
         )
     lines += [batches] if q.micro_batches > 1 else []
     if q.compute is None:
-        lines.append("- compute time: not given, so this covers communication only")
+        lines.append("- compute time: not given (--step-time), so this covers communication only")
     else:
         lines.append(
             f"- compute {format_seconds(q.compute)} a step, which can hide {q.overlap:.0%} of the "
@@ -275,17 +260,13 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     figure, axis = pyplot.subplots(figsize=(8, 5))
     among = [c for c in advisor.candidates if advisor.fits(c) and not c.chosen]
     among.sort(key=lambda c: -advisor.cost(c).seconds)  # the legend has the order of the lines
-    colours = iter(pyplot.get_cmap("tab20").colors)
+    axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     lines = iter(("--", "-", ":", "-."))
     for candidate in among:
         times = [advisor.cost(candidate, bandwidth).seconds for bandwidth in bandwidths]
-        style = {"color": next(colours, "gray")}
-        if candidate.dense:
-            style = {"color": "black", "linestyle": next(lines, "-")}
+        style = {"color": "black", "linestyle": next(lines)} if candidate.dense else {}
         axis.plot([8 * b / 1e9 for b in bandwidths], times, label=candidate.name, **style)
-    axis.axvline(8 * here / 1e9, color="gray", linewidth=0.8)
-    at = (8 * here / 1e9, 1.01)
-    axis.annotate(format_bandwidth(here), at, xycoords=("data", "axes fraction"))
+    axis.axvline(8 * here / 1e9, color="gray", linewidth=0.8, label=format_bandwidth(here))
     axis.set(xscale="log", yscale="log", xlabel="bandwidth between hosts, Gbit/s")
     alone = advisor.question.compute is None
     axis.set_ylabel("time on the link, s" if alone else "predicted step, s")

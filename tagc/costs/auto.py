@@ -8,7 +8,6 @@ group with both.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from tagc.codecs.dense import DenseConfig
 from tagc.codecs.feedback import FeedbackRule, plan_feedback
 from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
-from tagc.costs.speed import CodecTime, Speed, measure_speeds, measured_time, no_time
+from tagc.costs.speed import CodecTime, Speed, fastest, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
 from tagc.plan import AUTO_BITS, CONFIGS_INSIDE, Choice, UnitPlan, resolve_auto
 from tagc.policy import Policy, Rule
@@ -117,24 +116,9 @@ def measured_choice(
     # An error on one rank is raised on all. Speeds may differ between ranks.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
     measured = [measure_link(group, device) for group in (*groups, *between)]
-    keys = sorted(speeds)
-    mine = [
-        number
-        for link in measured
-        for number in (1 / link.bandwidth, link.latency, link.reduce_scatter, link.all_gather)
-    ]
-    mine += [n for key in keys for n in (speeds[key].encode, speeds[key].decode)]
-    numbers = iter(slowest(mine, groups))
-    by_group = {
-        id(group): Link(
-            bandwidth=1 / next(numbers),
-            latency=next(numbers),
-            reduce_scatter=next(numbers),
-            all_gather=next(numbers),
-        )
-        for group in (*groups, *between)
-    }
-    speeds = {key: Speed(encode=next(numbers), decode=next(numbers)) for key in keys}
+    slowest = gather_merged(groups, dict(enumerate(measured)), _slower_link)
+    by_group = {id(group): slowest[i] for i, group in enumerate((*groups, *between))}
+    speeds = gather_merged(groups, speeds, _slower_speed)
 
     def link_of(position: int, option: UnitPlan) -> Link:
         if option.direction == "replicas" and replicas is not None:
@@ -184,14 +168,15 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
             lambda: transport.all_gather(whole, shard),
         ]
 
-    latency = _seconds(collectives(1)[0], device, _SMALL_REPEATS)
+    latency = fastest(collectives(1)[0], device, _SMALL_REPEATS)
     numel = _FIRST_BYTES // (4 * W) or 1
     # The size must be the same on all ranks.
-    (first,) = slowest([_seconds(collectives(numel)[0], device, 3)], [group])
+    first = fastest(collectives(numel)[0], device, 3)
+    first = gather_merged([group], {"first": first}, max)["first"]
     growth = max(1.0, _TARGET / max(first, 1e-9))
     numel = int(min(numel * growth, _MAX_BYTES // (4 * W)))
     sent = 4 * numel * (W - 1)
-    took = [_seconds(run, device, _REPEATS) for run in collectives(numel)]
+    took = [fastest(run, device, _REPEATS) for run in collectives(numel)]
     # The bytes take at least half of it: latency is noisy.
     large, reducing, gathering = (max(seconds - latency, seconds / 2) for seconds in took)
     return Link(
@@ -202,23 +187,17 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     )
 
 
-def slowest(numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
-    """The maximum of each number over all ranks that the groups connect. Numbers are sent as
-    objects, which keep float64 exactly on any backend."""
-    return [*gather_merged(groups, dict(enumerate(numbers)), max).values()]
+def _slower_link(a: Link, b: Link) -> Link:
+    return Link(
+        bandwidth=min(a.bandwidth, b.bandwidth),
+        latency=max(a.latency, b.latency),
+        reduce_scatter=max(a.reduce_scatter, b.reduce_scatter),
+        all_gather=max(a.all_gather, b.all_gather),
+    )
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest call after the first, which sets up connections: other load on the
-    machine only adds time."""
-    taken = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+def _slower_speed(a: Speed, b: Speed) -> Speed:
+    return Speed(encode=max(a.encode, b.encode), decode=max(a.decode, b.decode))
 
 
 # Enough columns that any shared support has room, and so few that none has.

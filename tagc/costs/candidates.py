@@ -48,7 +48,6 @@ class Question:
     parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
     gloo: bool = False  # on CPUs
     memory_bandwidth: float | None = None  # bytes/s of the device, to bound codec time
-    ops: str | None = None  # the implementation to measure on CPUs
     device_memory: float | None = None  # bytes that activations leave a rank, if known
     micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
     ddp: bool = False  # each rank has the whole model
@@ -63,6 +62,11 @@ class Question:
         """How many ranks of a host add up their gradients first; 1 if a replica does not span
         several whole hosts."""
         return ranks_in_levels(self.sharded, self.link.ranks_per_host)
+
+    @property
+    def waste(self) -> float:
+        """`reduce_scatter` of the link."""
+        return GLOO_REDUCE_SCATTER if self.gloo else 1.0
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,12 @@ class Advisor:
         self.question = q = question
         self.candidates: list[Candidate] = []
         self.refused: dict[str, str] = {}
-        waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
         dense = Policy.load("dense")
         for name, form in _dense_forms(q).items():
             candidate = replace(_candidate(q, dense, no_time, dense=form), name=name)
             self.candidates.append(candidate)
             if q.gloo and not q.ddp:  # gloo's own all-reduce sends no more than it needs
-                by_gloo = replace(candidate, name=f"{name} by gloo", waste=waste)
+                by_gloo = replace(candidate, name=f"{name} by gloo", waste=q.waste)
                 self.candidates.append(by_gloo)
         policies = [policy for policy in policies if policy != dense]
         if q.ddp:
@@ -109,15 +112,13 @@ class Advisor:
         self.about_codecs, self.proviso, time = _codec_time(q, [*policies, *fewer.values()])
         for policy in policies:
             try:
-                candidate = _candidate(q, policy, time)
-                self.candidates.append(replace(candidate, waste=waste))
+                self.candidates.append(_candidate(q, policy, time))
             except PolicyError as error:
                 self.refused[policy.name] = str(error)
         # The fastest of those that send fewer bits inside hosts, if it is clearly the fastest.
         inside = [
             replace(
                 _candidate(q, policy, time),
-                waste=waste,
                 written=f"{{schema: 1, extends: {name}, inside: {policy.inside}}}",
             )
             for name, policy in fewer.items()
@@ -193,9 +194,8 @@ def _candidate(
     dtype, parameter_dtype = dense or (q.dtype, q.parameter_dtype)
     chosen, choose = is_automatic(policy), None
     if chosen:
-        waste = GLOO_REDUCE_SCATTER if q.gloo else 1.0
         choose = FastestChoice(
-            lambda _, option: _link(q, option.direction, waste),
+            lambda _, option: _link(q, option.direction, q.waste),
             time,
             micro_batches=q.micro_batches,
         )
@@ -223,8 +223,10 @@ def _candidate(
         memory += _training_bytes([unit.info for unit in plan.units], gathers)
     if not dense and q.micro_batches > 1:
         memory += plan.memory.waiting
-    rate = None if dense or policy.tuning is None else policy.tuning.rate_factor
-    return Candidate(policy.name, work, memory, dense=dense is not None, chosen=chosen, rate=rate)
+    if dense:
+        return Candidate(policy.name, work, memory, dense=True)
+    rate = None if policy.tuning is None else policy.tuning.rate_factor
+    return Candidate(policy.name, work, memory, waste=q.waste, chosen=chosen, rate=rate)
 
 
 def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:
@@ -259,9 +261,9 @@ def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, Code
             ", or lower, because codec time is not included",
             no_time,
         )
-    ops, device = get_ops("cpu", q.ops), torch.device("cpu")
-    ops_name = f"ops {getattr(ops, '__name__', q.ops)}"
-    about = f"codec time: measured here, in one process with one thread ({ops_name})"
+    ops, device = get_ops("cpu"), torch.device("cpu")
+    name = getattr(ops, "__name__", "")
+    about = f"codec time: measured here, in one process with one thread (ops {name})"
     speeds: dict[str, Speed] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

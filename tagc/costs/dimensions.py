@@ -216,10 +216,9 @@ def link_of(link: Link, together: int) -> Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DimensionAdvice:
+class DimensionAdvice(DimensionTraffic):
     """What compressing one dimension's activations does to its seconds in a step."""
 
-    traffic: DimensionTraffic
     inside: bool  # whether all its groups lie inside hosts
     dense_seconds: float
     seconds: float  # compressed, on the link and in codecs
@@ -228,7 +227,7 @@ class DimensionAdvice:
     @property
     def pays(self) -> bool:
         saved = self.dense_seconds - self.seconds
-        return self.traffic.bits is not None and saved >= PAYS * self.dense_seconds > 0
+        return self.bits is not None and saved >= PAYS * self.dense_seconds > 0
 
 
 def advise_dimensions(
@@ -249,7 +248,7 @@ def advise_dimensions(
         codec = 2 * (t.dense_bytes + t.wire_bytes) / (memory_bandwidth or math.inf)
         found.append(
             DimensionAdvice(
-                traffic=t,
+                **vars(t),
                 inside=inside,
                 dense_seconds=_seconds(t, own, inside=inside, coded=False),
                 seconds=_seconds(t, own, inside=inside, coded=True) + codec,
@@ -270,22 +269,19 @@ def _seconds(t: DimensionTraffic, link: Link, *, inside: bool, coded: bool) -> f
 
 def advice_table(advice: list[DimensionAdvice], link: Link, policy: Policy) -> list[str]:
     rows = [("activations", "ranks", "link", "dense", "time", "sent", "time", "compress")]
-    for each in advice:
-        t = each.traffic
-        where = "inside hosts" if each.inside else "between hosts"
-        known = not each.inside or link.inside < math.inf
-        dense, coded = (
-            format_seconds(s) if known else "-" for s in (each.dense_seconds, each.seconds)
-        )
+    for t in advice:
+        where = "inside hosts" if t.inside else "between hosts"
+        known = not t.inside or link.inside < math.inf
+        dense, coded = (format_seconds(s) if known else "-" for s in (t.dense_seconds, t.seconds))
         before, after = format_bytes(t.dense_bytes), format_bytes(t.wire_bytes)
-        pays = "yes" if each.pays else "no"
+        pays = "yes" if t.pays else "no"
         rows.append((t.dimension, str(t.ranks), where, before, dense, after, coded, pays))
     return [*aligned(rows, left=(0, 2)), "", *_verdict(advice, policy)]
 
 
 def _verdict(advice: list[DimensionAdvice], policy: Policy) -> list[str]:
     """Sentences: what to compress, how much time it saves, and how to write the policy."""
-    names = [each.traffic.dimension for each in advice if each.pays]
+    names = [each.dimension for each in advice if each.pays]
     if not names:
         return ["Leave the activations to torch: compressing them does not pay."]
     dense = sum(each.dense_seconds for each in advice)

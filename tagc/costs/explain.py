@@ -14,11 +14,9 @@ from tagc.attach.whole import check_policy
 from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.link import Link
-from tagc.costs.shapes import ModelShapes, ranks_in_levels
+from tagc.costs.shapes import ModelError, ModelShapes, ranks_in_levels
 from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan, merged
 from tagc.policy import Policy, PolicyError
-
-_SIZES = ("dense_bytes", "wire_bytes", "stored_bytes")
 
 
 def explain(
@@ -117,12 +115,12 @@ def _dtype(model: nn.Module | Mapping[str, Sequence[int]], *, alike: bool) -> to
 
 def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
     """Plan a policy between sites that each hold a model with these shapes, sharded by FSDP2.
-    Raises ValueError if the ranks do not divide among the sites, PolicyError if there is only
+    Raises ModelError if the ranks do not divide among the sites, PolicyError if there is only
     one."""
     if sites < 2:
         raise PolicyError(f"policy {policy.name!r} is for sites: give their number, at least 2")
     if world_size % sites:
-        raise ValueError(f"{world_size} ranks do not divide among {sites} sites")
+        raise ModelError(f"{world_size} ranks do not divide among {sites} sites")
     units, _ = shapes.units(world_size // sites, torch.float32, torch.float32)
     return build_plan([between_sites(unit, sites) for unit in units if unit.params], policy)
 
@@ -174,15 +172,8 @@ def plan_shapes(
     return plan.at_learning_rate(learning_rate)
 
 
-def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
-    """A plan as data for JSON: the bytes that a rank sends and stores. ``full``: equal blocks are
-    not merged."""
-    rows = plan.rows if full else merged(plan.rows)
-    sums: dict[str, dict[str, float]] = {}
-    for row in rows:
-        of = sums.setdefault(row.direction, dict.fromkeys(_SIZES, 0))
-        for name in _SIZES:
-            of[name] += getattr(row, name)
+def plan_data(shapes: ModelShapes, plan: Plan) -> dict[str, Any]:
+    """A plan as data for JSON: the bytes that a rank sends and stores, with equal blocks merged."""
     return {
         "model": shapes.data,
         "policy": plan.policy.name,
@@ -192,9 +183,8 @@ def plan_data(shapes: ModelShapes, plan: Plan, *, full: bool) -> dict[str, Any]:
             direction: {"wire_bytes": wire, "dense_bytes": dense}
             for direction, (wire, dense) in plan.sent.items()
         },
-        "directions": sums,
         "memory": {**asdict(plan.memory), "peak": plan.memory.peak},
         "notes": [*plan.about_exact, *plan.notes],
         "warnings": list(plan.warnings),
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in merged(plan.rows)],
     }

@@ -136,7 +136,6 @@ class ModelShapes:
         self, world_size: int, dtype: torch.dtype, *, ranks_per_host: int = 1
     ) -> list[UnitInfo]:
         """The all-reduce of every unit if each rank has the whole model, of ``dtype``, in DDP."""
-
         named = (
             (p.name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.trainable))
             for p in self.params
@@ -261,17 +260,8 @@ _TRAINED = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(spec: str) -> ModelShapes:
-    """Read the model that a command line names.
-
-    Args:
-        spec: a number of parameters, for a synthetic transformer; a ``config.json`` of
-            transformers; a safetensors file, the ``.index.json`` of several, or a folder with any
-            of these; ``module:function``, called without arguments on the meta device, which
-            returns an nn.Module or a state dict; or a JSON file of shapes by name.
-
-    Raises:
-        ModelError: if ``spec`` names no valid model.
-    """
+    """Read the model that a command line names, as ``tagc explain --help`` says. Raises ModelError
+    if ``spec`` names no valid model."""
     path = Path(spec)
     if os.path.isdir(path):  # Path.is_dir raises if a name is too long
         return _from_folder(path)
@@ -516,16 +506,12 @@ def _read(path: Path) -> dict[str, _Tensor]:
 
 
 def _tensor(entry: Any, name: str, path: Path) -> _Tensor:
-    wrong = ModelError(f"{path}: {name!r:.80} has no valid dtype, shape and offsets")
     try:
         shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
+        numbers = (*shape, begin, end, end - begin)
+        valid = isinstance(dtype, str) and all(type(n) is int for n in numbers)
+        if valid and all(0 <= n <= _MOST for n in numbers):
+            return _Tensor(dtype, shape, end - begin)
     except (TypeError, KeyError, ValueError):
-        raise wrong from None
-    numbers = (*shape, begin, end)
-    if not isinstance(dtype, str) or any(
-        type(n) is not int or not 0 <= n <= _MOST for n in numbers
-    ):
-        raise wrong
-    if end < begin:
-        raise wrong
-    return _Tensor(dtype, shape, end - begin)
+        pass
+    raise ModelError(f"{path}: {name!r:.80} has no valid dtype, shape and offsets")

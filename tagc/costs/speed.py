@@ -137,8 +137,9 @@ def measure_speeds(
         key = speed_key(codec)
         if key not in speeds:
             sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
-            encode = _seconds(sample.encode, sample.restore, device, repeats)
-            decode = _seconds(sample.decode, sample.receive, device, repeats)
+            measure = _kernels if device.type == "cuda" else fastest
+            encode = measure(sample.encode, device, repeats, sample.restore)
+            decode = measure(sample.decode, device, repeats, sample.receive)
             decoded = numel // _RANKS if codec.cells else numel
             speeds[key] = Speed(encode=encode / numel, decode=decode / decoded)
     return speeds
@@ -233,34 +234,40 @@ class _Sample:
             out.copy_(inp.expand_as(out))
 
 
-def _seconds(
-    run: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int
+def fastest(
+    run: Callable[[], object],
+    device: torch.device,
+    repeats: int,
+    before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Seconds of the fastest repeat, as other load on the machine only adds time."""
-    before()
-    run()  # the first call compiles, or warms up
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return _on_gpu(run, before, repeats)
+    """Seconds of the fastest of several calls, as other load on the machine only adds time; without
+    those of ``before``, and without the first call, which compiles or sets up connections."""
     taken = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         before()
         start = time.perf_counter()
         run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
-    return min(taken)
+    return min(taken[1:])
 
 
-def _on_gpu(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
+def _kernels(
+    run: Callable[[], object], device: torch.device, repeats: int, before: Callable[[], object]
+) -> float:
     """Seconds of the kernels alone. In a step the host launches them ahead of the device; here they
     queue up behind a wait, so that events between them do not wait for the host."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_HELD_BACK)
-    for start, end in events:
-        before()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
+    before()
+    run()  # the first call compiles
+    with torch.cuda.device(device):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_HELD_BACK)
+        for start, end in events:
+            before()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
     return min(1e-3 * start.elapsed_time(end) for start, end in events)

@@ -256,9 +256,9 @@ def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> st
             rehearse(plan, recorder.ops, stamped=device.type != "cpu")
         progress.end()
         progress = Progress("operators checked", len(recorder.calls), shown=shown)
-        checked = check(ops, device, recorder.calls, progress=lambda _: progress.step())
+        note = check(ops, device, recorder.calls, progress.step)
         progress.end()
-    return f"kernels: {checked}"
+    return f"kernels: {note}"
 
 
 @contextmanager

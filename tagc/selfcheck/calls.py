@@ -144,7 +144,7 @@ def every_call() -> Iterator[Call]:
         for rest in (0, 3):
             yield lag_call(dtype, rest)
         yield from fingerprint_calls(dtype)
-        for wire in {dtype, torch.bfloat16}:
+        for wire in dict.fromkeys((dtype, torch.bfloat16)):
             for pieces in (
                 (Piece(0, 4096, 0), Piece(4112, 48, 2048)),
                 (Piece(1, 4097, 0), Piece(5001, 3, 4100)),
@@ -201,18 +201,16 @@ def dithered_call(layout: BlockLayout, gradient: torch.dtype) -> Call:
 
 def exact_calls(layout: ExactLayout, ranks: int = 2) -> Iterator[Call]:
     """The calls of exact parameters."""
-    rows, options = (("new", layout.dtype), ("old", layout.dtype)), (("layout", layout),)
-    yield Call("measure_exact", (1,), (*rows, ("plan", _I32)), options)
-    yield Call("encode_exact", (1,), (*rows, ("plan", _I32), ("message", _I32)), options)
-    received = (("message", _I32), ("rows", layout.dtype))
-    yield Call("decode_exact", (ranks,), received, options)
+    rows: dict[str, Any] = {"new": layout.dtype, "old": layout.dtype, "plan": _I32}
+    yield _call("measure_exact", 1, **rows, layout=layout)
+    yield _call("encode_exact", 1, **rows, message=_I32, layout=layout)
+    yield _call("decode_exact", ranks, message=_I32, rows=layout.dtype, layout=layout)
 
 
 def exponent_calls(layout: ExponentLayout, ranks: int = 2) -> Iterator[Call]:
     """The calls of exact activations."""
-    tensors, options = (("rows", torch.bfloat16), ("message", _I32)), (("layout", layout),)
-    yield Call("pack_exponents", (ranks,), tensors, options)
-    yield Call("unpack_exponents", (ranks,), tensors[::-1], options)
+    yield _call("pack_exponents", ranks, rows=torch.bfloat16, message=_I32, layout=layout)
+    yield _call("unpack_exponents", ranks, message=_I32, rows=torch.bfloat16, layout=layout)
 
 
 def lag_call(dtype: torch.dtype, rest: int = 0, lead: float = 0.35) -> Call:
@@ -240,15 +238,12 @@ def dense_calls(
     Args:
         stamped: whether messages have stamps.
     """
-    flags: dict[str, Any] = {
-        "stamp": _I32 if stamped else None, "wrong": torch.bool if stamped else None
-    }  # fmt: skip
-    given = {"x": dtype, "message": _I32, "stamp": flags["stamp"]}
-    yield _call("put_dense", ranks, **given, layout=layout)
-    given = {"message": _I32, "out": dtype}
-    wrong = {"stamp": None, "wrong": flags["wrong"]}
-    yield _call("sum_dense", ranks, 1, **given, **wrong, layout=layout, divisor=1)
-    yield _call("sum_dense", 1, ranks, **given, **flags, layout=layout, divisor=divisor)
+    stamp, wrong = (_I32, torch.bool) if stamped else (None, None)
+    yield _call("put_dense", ranks, x=dtype, message=_I32, stamp=stamp, layout=layout)
+    given: dict[str, Any] = {"message": _I32, "out": dtype}
+    options: dict[str, Any] = {"wrong": wrong, "layout": layout}
+    yield _call("sum_dense", ranks, 1, **given, stamp=None, **options, divisor=1)
+    yield _call("sum_dense", 1, ranks, **given, stamp=stamp, **options, divisor=divisor)
 
 
 def merged_calls(

@@ -10,25 +10,11 @@ import torch
 from torch import Tensor
 
 from tagc.ops import ABOVE, COUNTS, SATURATED
-from tagc.ops.blocks import BlockLayout
-from tagc.ops.dense import STAMP_WORDS, DenseLayout
-from tagc.ops.exact import ExactLayout
-from tagc.ops.exponents import ExponentLayout
-from tagc.ops.matrix import AnyMatrices
+from tagc.ops.dense import STAMP_WORDS
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call, renamed
-from tagc.selfcheck.inputs import (
-    GARBAGE,
-    USUAL,
-    Case,
-    Inputs,
-    Maker,
-    small_encoder,
-    small_exact,
-    small_exponents,
-    small_matrices,
-)
+from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Maker, small_encoder
 
 
 def case_of(call: Call, inputs: Inputs = USUAL) -> Case:
@@ -39,15 +25,14 @@ def case_of(call: Call, inputs: Inputs = USUAL) -> Case:
 
 
 def _quantize(m: Maker) -> Case:
-    layout, R = m.blocks(), m.inputs.destinations
-    case = _elementwise(m, layout, R, lambda dtype: m.values(R, layout.numel, dtype=dtype))
-    if m.inputs.kind == "ties" and layout.numel:
-        m.put(case, _halfway(layout.levels).expand(R))
+    R = m.inputs.destinations
+    case = _elementwise(m, R)
+    if m.inputs.kind == "ties" and m.layout.numel:
+        m.put(case, _halfway(m.layout.levels).expand(R))
     if m.call.given("dither") is not None:
         # Both signs, and a different one for each row.
-        case.tensors["dither"] = torch.tensor(
-            [GARBAGE, ~GARBAGE][: m.inputs.destinations], dtype=torch.int32, device="cpu"
-        )
+        signs = [GARBAGE, ~GARBAGE][:R]
+        case.tensors["dither"] = torch.tensor(signs, dtype=torch.int32, device="cpu")
     return case
 
 
@@ -59,98 +44,75 @@ def _halfway(levels: int) -> Tensor:
 
 
 def _quantize_matrix(m: Maker) -> Case:
-    layout, (D,) = m.call.option("layout"), m.call.rows
+    (D,) = m.call.rows
     if m.inputs.small:
-        layout, D = small_encoder(layout, D)
-    return _elementwise(m, layout, D, lambda dtype: m.matrices(D, layout, dtype))
+        m.layout, D = small_encoder(m.call.option("layout"), D)
+    return _elementwise(m, D)
 
 
-def _elementwise(
-    m: Maker,
-    layout: BlockLayout | AnyMatrices,
-    destinations: int,
-    values: Callable[[torch.dtype], Tensor],
-) -> Case:
+def _elementwise(m: Maker, destinations: int) -> Case:
     residual = m.call.given("residual")
-    tensors = {
-        "grad": m.spoilt(values(m.call.dtype("grad"))),
-        "residual": None if residual is None else values(residual),
-        "message": m.garbage(destinations, layout.words),
-    }
-    return m.case(tensors, ["residual", "message"], layout=layout)
+    return m.case(
+        {
+            "grad": m.spoilt(m.elements(destinations, m.call.dtype("grad"))),
+            "residual": None if residual is None else m.elements(destinations, residual),
+            "message": m.garbage(destinations, m.layout.words),
+        }
+    )
 
 
 def _dequantize(m: Maker) -> Case:
-    layout = m.blocks()
-    return _sent(m, layout, lambda D: m.values(D, layout.numel, dtype=torch.float32))
-
-
-def _dequantize_matrix(m: Maker) -> Case:
-    layout = m.call.option("layout")
-    layout = small_matrices(layout) if m.inputs.small else layout
-    return _sent(m, layout, lambda D: m.matrices(D, layout, torch.float32))
-
-
-def _sent(m: Maker, layout: BlockLayout | AnyMatrices, values: Callable[[int], Tensor]) -> Case:
-    """Messages for at most two results."""
+    """Messages for at most two results, of blocks or of matrices."""
     K, R = min(m.call.rows[0], 2), m.call.rows[1]
-    message = m.garbage(K * R, layout.words)
+    message = m.garbage(K * R, m.layout.words)
     quantize = getattr(m.reference, m.call.operator.removeprefix("de"))
-    quantize(m.spoilt(values(K * R)), None, message, layout=layout, average=0.0)
+    sent = m.spoilt(m.elements(K * R, torch.float32))
+    quantize(sent, None, message, layout=m.layout, average=0.0)
     made = m.values if m.call.option("add") else m.garbage
-    tensors: dict[str, Tensor | None] = {
-        "message": message.view(K, R, -1),
-        "out": made(K, layout.numel, dtype=m.call.dtype("out")),
-    }
-    return m.case(tensors, ["out"], layout=layout)
+    out = made(K, m.layout.numel, dtype=m.call.dtype("out"))
+    return m.case({"message": message.view(K, R, -1), "out": out})
 
 
-def _changed(m: Maker, rows: int) -> tuple[ExactLayout, Tensor, Tensor]:
-    """The layout, old rows, and new ones, of which no two have the same share of changes."""
-    layout = m.call.option("layout")
-    layout = small_exact(layout) if m.inputs.small else layout
-    old = m.spoilt(m.values(rows, layout.numel, dtype=layout.dtype))
-    by = m.values(rows, layout.numel, dtype=torch.float32)
+def _changed(m: Maker, rows: int) -> tuple[Tensor, Tensor]:
+    """Old rows, and new ones, of which no two have the same share of changes."""
+    shape = rows, m.layout.numel
+    old = m.spoilt(m.values(*shape, dtype=m.layout.dtype))
+    by = m.values(*shape, dtype=torch.float32)
     step = torch.exp2(m.uniform(rows, 1) * -16)
     if m.inputs.kind == "ties":
-        step = (m.uniform(rows, layout.numel) < step).float()  # some elements change
-    new = (old.float() + step * by).to(layout.dtype)
+        step = (m.uniform(*shape) < step).float()  # some elements change
+    new = (old.float() + step * by).to(m.layout.dtype)
     if m.inputs.kind == "rough":
         m.spoilt(new)
-    return layout, old, new
+    return old, new
 
 
-def _measured(m: Maker, rows: int) -> tuple[ExactLayout, list[dict[str, Tensor]]]:
+def _measured(m: Maker, rows: int) -> list[dict[str, Tensor]]:
     """Rows, each with a plan."""
-    layout, old, new = _changed(m, rows)
-    cases = []
-    for r in range(rows):
-        plan = m.garbage(1, layout.plan_words)
-        m.reference.measure_exact(new[r : r + 1], old[r : r + 1], plan, layout=layout)
-        cases.append({"new": new[r : r + 1], "old": old[r : r + 1], "plan": plan})
-    return layout, cases
+    found = []
+    for old, new in zip(*(x.split(1) for x in _changed(m, rows)), strict=True):
+        plan = m.garbage(1, m.layout.plan_words)
+        m.reference.measure_exact(new, old, plan, layout=m.layout)
+        found.append({"new": new, "old": old, "plan": plan})
+    return found
 
 
 def _measure_exact(m: Maker) -> Case:
-    layout, old, new = _changed(m, 1)
-    tensors: dict[str, Tensor | None] = {"new": new, "old": old}
-    tensors["plan"] = m.garbage(1, layout.plan_words)
-    return m.case(tensors, ["plan"], layout=layout)
+    old, new = _changed(m, 1)
+    return m.case({"new": new, "old": old, "plan": m.garbage(1, m.layout.plan_words)})
 
 
 def _encode_exact(m: Maker) -> Case:
-    layout, (row,) = _measured(m, 1)
-    tensors: dict[str, Tensor | None] = {**row, "message": m.garbage(1, layout.words)}
-    return m.case(tensors, ["message"], layout=layout)
+    (row,) = _measured(m, 1)
+    return m.case({**row, "message": m.garbage(1, m.layout.words)})
 
 
 def _decode_exact(m: Maker) -> Case:
-    layout, rows = _measured(m, min(m.call.rows[0], 4))
-    message = m.garbage(len(rows), layout.words)
+    rows = _measured(m, min(m.call.rows[0], 4))
+    message = m.garbage(len(rows), m.layout.words)
     for words, row in zip(message, rows, strict=True):
-        m.reference.encode_exact(**row, message=words[None], layout=layout)
-    old = torch.cat([row["old"] for row in rows])
-    return m.case({"message": message, "rows": old}, ["rows"], layout=layout)
+        m.reference.encode_exact(**row, message=words[None], layout=m.layout)
+    return m.case({"message": message, "rows": torch.cat([row["old"] for row in rows])})
 
 
 def _share_of(layout: SketchLayout, capacity: int) -> float:
@@ -159,67 +121,59 @@ def _share_of(layout: SketchLayout, capacity: int) -> float:
 
 
 def _select(m: Maker) -> Case:
-    layout, capacity = m.sketch(m.call.option("capacity"))
-    R = m.inputs.destinations
+    layout, capacity, R = m.layout, m.capacity(), m.inputs.destinations
     x = m.values(R, layout.numel, dtype=m.call.dtype("x"))
-    tensors: dict[str, Tensor | None] = {
+    tensors = {
         "x": m.spoilt(x),
         "threshold": m.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
         "bitmap": m.garbage(R, layout.words),
         "counts": m.garbage(R, COUNTS),
     }
-    return m.case(tensors, ["bitmap", "counts"], layout=layout, capacity=capacity)
-
-
-def _encoding(m: Maker, layout: SketchLayout, capacity: int, levels: int, call: Call) -> Case:
-    W = m.inputs.destinations
-    shape = (W, layout.numel)
-    grad = m.values(*shape, dtype=call.dtype("grad"))
-    given = call.given("support") is not None
-    threshold = m.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
-    tensors = {
-        "grad": m.spoilt(grad),
-        "residual": m.optional(*shape, dtype=call.given("residual")),
-        "threshold": threshold,
-        "step": torch.exp2(torch.log2(threshold).floor() - 2),
-        "seed": torch.tensor(
-            [zlib.crc32(str(call).encode()) % 2**31], dtype=torch.int32, device="cpu"
-        ),
-        "index": m.garbage(W, layout.index_words),
-        "cells": m.garbage(W, layout.cells),
-        "counts": m.garbage(W, COUNTS),
-        "support": m.support(W, layout.groups, capacity) if given else None,
-    }
-    written = ["residual", "index", "cells", "counts"]
-    case = m.case(tensors, written, layout=layout, levels=levels, capacity=capacity)
-    if m.inputs.kind == "ties" and layout.numel:
-        # The largest that is not clipped.
-        step = tensors["step"]
-        assert step is not None
-        m.put(case, levels * step)
-    return case
+    return m.case(tensors, capacity=capacity)
 
 
 def _encode(m: Maker) -> Case:
-    layout, capacity = m.sketch(m.call.option("capacity"))
-    return _encoding(m, layout, capacity, m.call.option("levels"), m.call)
+    layout, capacity, W = m.layout, m.capacity(), m.inputs.destinations
+    shape = (W, layout.numel)
+    grad = m.values(*shape, dtype=m.call.dtype("grad"))
+    residual = m.call.given("residual")
+    threshold = m.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
+    step = torch.exp2(torch.log2(threshold).floor() - 2)
+    seed = zlib.crc32(str(m.call).encode()) % 2**31
+    tensors = {
+        "grad": m.spoilt(grad),
+        "residual": None if residual is None else m.values(*shape, dtype=residual),
+        "threshold": threshold,
+        "step": step,
+        "seed": torch.tensor([seed], dtype=torch.int32, device="cpu"),
+        "index": m.garbage(W, layout.index_words),
+        "cells": m.garbage(W, layout.cells),
+        "counts": m.garbage(W, COUNTS),
+        "support": None,
+    }
+    if m.call.given("support") is not None:
+        tensors["support"] = m.support(W, layout.groups, capacity)
+    case = m.case(tensors, capacity=capacity)
+    if m.inputs.kind == "ties" and layout.numel:
+        # The largest that is not clipped.
+        m.put(case, m.call.option("levels") * step)
+    return case
 
 
 def _decode(m: Maker) -> Case:
-    layout, keys = m.sketch(m.call.option("layout").keys)
-    W, symbol = max(2, m.call.rows[0]), layout.symbol
-    out, residual = m.call.dtype("out"), m.call.given("residual")
+    layout, out, residual = m.layout, m.call.dtype("out"), m.call.given("residual")
     # The messages of W ranks, encoded as rows for W destinations.
+    W, symbol = max(2, m.call.rows[0]), layout.symbol
+    capacity = layout.keys // W
     x = m.values(W, layout.numel, dtype=torch.float32)
-    levels = symbol.levels(W)
-    threshold = m.threshold(x, 0.5 * _share_of(layout, keys // W), symbol.lanes)
+    threshold = m.threshold(x, 0.5 * _share_of(layout, capacity), symbol.lanes)
     index = m.garbage(W, layout.index_words)
     cells = m.garbage(W, layout.cells)
     step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
     seed = torch.tensor([12345], dtype=torch.int32, device="cpu")
     m.reference.encode(
         x, None, threshold, step, seed, index, cells, m.garbage(W, COUNTS),
-        layout=layout, levels=levels, capacity=keys // W,
+        layout=layout, levels=symbol.levels(W), capacity=capacity,
     )  # fmt: skip
     tensors = {
         "index": index,
@@ -227,53 +181,41 @@ def _decode(m: Maker) -> Case:
         "step": step[:1].clone(),
         "seed": seed,
         "out": m.garbage(layout.numel, dtype=out),
-        "residual": m.optional(layout.numel, dtype=residual),
+        "residual": None if residual is None else m.values(layout.numel, dtype=residual),
         "stats": m.garbage(2),
     }
-    return replace(m.case(tensors, ["out", "residual", "stats"], layout=layout), scratch=("cells",))
-
-
-def _symbols(m: Maker, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Symbols, bitmap and seed."""
-    symbols = (4 * m.values(1, layout.groups, dtype=torch.float32)[0]).to(torch.int32)
-    bitmap = m.bits(1, layout.groups, layout.keys)[0]
-    return symbols, bitmap, torch.tensor([54321], dtype=torch.int32, device="cpu")
+    return replace(m.case(tensors), scratch=("cells",))
 
 
 def _insert(m: Maker) -> Case:
-    layout, _ = m.sketch(0)
-    symbols, bitmap, seed = _symbols(m, layout)
-    tensors: dict[str, Tensor | None] = {
-        "symbols": symbols,
-        "index": bitmap,
-        "seed": seed,
-        "cells": m.garbage(layout.cells),
+    return m.case(_inserted(m))
+
+
+def _inserted(m: Maker) -> dict[str, Tensor]:
+    symbols = 4 * m.values(1, m.layout.groups, dtype=torch.float32)[0]
+    return {
+        "symbols": symbols.to(torch.int32),
+        "index": m.bits(1, m.layout.groups, m.layout.keys)[0],
+        "seed": torch.tensor([54321], dtype=torch.int32, device="cpu"),
+        "cells": m.garbage(m.layout.cells),
     }
-    return m.case(tensors, ["cells"], layout=layout)
 
 
 def _peel(m: Maker) -> Case:
-    layout, _ = m.sketch(0)
-    symbols, bitmap, seed = _symbols(m, layout)
-    cells = m.garbage(layout.cells)
-    m.reference.insert(symbols, bitmap, seed, cells, layout=layout)
-    tensors: dict[str, Tensor | None] = {"cells": cells, "index": bitmap, "seed": seed}
-    return m.case(tensors, [], layout=layout)
+    tensors = _inserted(m)
+    m.reference.insert(**tensors, layout=m.layout)
+    return m.case({name: tensors[name] for name in ("cells", "index", "seed")})
 
 
 def _pack_exponents(m: Maker) -> Case:
-    layout = m.call.option("layout")
-    layout = small_exponents(layout) if m.inputs.small else layout
-    tensors: dict[str, Tensor | None] = {
-        "rows": _of_exponents(m, m.inputs.destinations, layout),
-        "message": m.garbage(m.inputs.destinations, layout.raw_words),
-    }
-    return m.case(tensors, ["message"], layout=layout)
+    rows = m.inputs.destinations
+    x = _of_exponents(m, rows)
+    return m.case({"rows": x, "message": m.garbage(rows, m.layout.raw_words)})
 
 
-def _of_exponents(m: Maker, rows: int, layout: ExponentLayout) -> Tensor:
+def _of_exponents(m: Maker, rows: int) -> Tensor:
     """Rows with exceptions, of which the last one's do not all fit, unless inputs are usual."""
-    x = m.spoilt(m.values(rows, layout.numel, dtype=torch.bfloat16))
+    x = m.spoilt(m.values(rows, m.layout.numel, dtype=torch.bfloat16))
     if m.inputs.kind == "ties":
         x[-1, ::21] *= 2.0**40
         x[:-1, ::101] *= 2.0**-40
@@ -281,83 +223,76 @@ def _of_exponents(m: Maker, rows: int, layout: ExponentLayout) -> Tensor:
 
 
 def _unpack_exponents(m: Maker) -> Case:
-    layout, rows = m.call.option("layout"), min(m.call.rows[0], 4)
-    layout = small_exponents(layout) if m.inputs.small else layout
-    x = _of_exponents(m, rows, layout)
-    message = m.garbage(rows, layout.raw_words)
-    m.reference.pack_exponents(x, message, layout=layout)
+    x = _of_exponents(m, min(m.call.rows[0], 4))
+    message = m.garbage(len(x), m.layout.raw_words)
+    m.reference.pack_exponents(x, message, layout=m.layout)
     if m.inputs.kind == "usual":
-        message = message[:, : layout.words].contiguous()
-    out = m.garbage(*x.shape, dtype=x.dtype)
-    return m.case({"message": message, "rows": out}, ["rows"], layout=layout)
+        message = message[:, : m.layout.words].contiguous()
+    return m.case({"message": message, "rows": m.garbage(*x.shape, dtype=x.dtype)})
 
 
 def _undo_lag(m: Maker) -> Case:
-    n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
+    n = m.numel
     tensors: dict[str, Tensor | None] = {
         "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
         "sent": m.values(n, dtype=torch.float32),
         "out": m.garbage(n, dtype=m.call.dtype("out")),
     }
-    return m.case(tensors, ["sent", "out"])
+    return m.case(tensors)
 
 
 def _fingerprint(m: Maker) -> Case:
-    n = 4 * 1024 + 16 + m.call.rest if m.inputs.elements is None else m.inputs.elements
-    x = m.values(n, dtype=m.call.dtype("x"))
-    sums, before = _no_fingerprint()
-    tensors: dict[str, Tensor | None] = {"x": x, "sums": sums, "before": before, "changed": None}
-    if m.call.given("changed") is None:
-        return m.case(tensors, ["sums", "before"])
-    m.reference.fingerprint(x, sums, before)
-    tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
-    x[-1:].neg_()
-    return m.case(tensors, ["sums", "changed"])
+    x = m.values(m.numel, dtype=m.call.dtype("x"))
+    tensors = {"x": x, **_no_fingerprint(), "changed": None}
+    if m.call.given("changed") is not None:
+        m.reference.fingerprint(x, tensors["sums"], tensors["before"])
+        tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
+        x[-1:].neg_()
+    return m.case(tensors)
 
 
-def _no_fingerprint() -> tuple[Tensor, Tensor]:
-    first, second = (torch.zeros(k, dtype=torch.int64, device="cpu") for k in (3, 2))
-    return first, second
+def _no_fingerprint() -> dict[str, Tensor]:
+    sizes = {"sums": 3, "before": 2}
+    return {n: torch.zeros(k, dtype=torch.int64, device="cpu") for n, k in sizes.items()}
 
 
-def _put_dense(m: Maker) -> Case:
-    layout, columns, words = m.dense()
-    D = m.inputs.destinations
-    x = m.spoilt(m.values(D, columns, dtype=m.call.dtype("x")))
-    stamp = None if m.call.given("stamp") is None else _stamp()
-    tensors = {"x": x, "message": m.garbage(D, words), "stamp": stamp}
-    return m.case(tensors, ["message", "stamp"], layout=layout)
-
-
-def _stamp() -> Tensor:
+def _stamp(m: Maker) -> Tensor | None:
+    if m.call.given("stamp") is None:
+        return None
     return torch.tensor([GARBAGE + 1, 41], dtype=torch.int32, device="cpu")
 
 
+def _put_dense(m: Maker) -> Case:
+    columns, words = m.columns_and_words()
+    D = m.inputs.destinations
+    x = m.spoilt(m.values(D, columns, dtype=m.call.dtype("x")))
+    return m.case({"x": x, "message": m.garbage(D, words), "stamp": _stamp(m)})
+
+
 def _sum_dense(m: Maker) -> Case:
-    layout, columns, words = m.dense()
+    columns, words = m.columns_and_words()
     K, R = min(m.call.rows[0], 2), m.call.rows[1]
-    stamp = None if m.call.given("stamp") is None else _stamp()
-    message = _dense_messages(m, K * R, layout, columns, words, stamp)
+    stamp = _stamp(m)
+    message = m.garbage(K * R, words)
+    x = m.spoilt(m.values(K * R, columns, dtype=m.layout.wire))
+    m.reference.put_dense(x, message, stamp, layout=m.layout)
     wrong, spoils = None, m.inputs.kind == "ties"
     if m.call.given("wrong") is not None:
         wrong = torch.tensor([stamp is None and spoils], dtype=torch.bool, device="cpu")
     if stamp is not None and spoils:
-        message[-1, layout.tail + m.inputs.seed % STAMP_WORDS] += 1
-    tensors: dict[str, Tensor | None] = {
-        "message": message.view(K, R, words),
-        "out": m.values(K, columns, dtype=m.call.dtype("out")),
-        "stamp": stamp,
-        "wrong": wrong,
-    }
-    return m.case(tensors, ["out", "wrong"], layout=layout)
+        message[-1, m.layout.tail + m.inputs.seed % STAMP_WORDS] += 1
+    out = m.values(K, columns, dtype=m.call.dtype("out"))
+    return m.case(
+        {"message": message.view(K, R, words), "out": out, "stamp": stamp, "wrong": wrong}
+    )
 
 
 def _quantize_and_put(m: Maker) -> Case:
     if m.call.given("sums") is None:
         return _merged(m, "quantize", "put_dense")
     case = _merged(m.with_one_row(), "quantize", "put_dense")
-    case.tensors["sums"], case.tensors["before"] = _no_fingerprint()
-    return replace(case, written=(*case.written, "sums", "before"))
+    case.tensors.update(_no_fingerprint())
+    return case
 
 
 def _dequantize_and_sum(m: Maker) -> Case:
@@ -369,20 +304,9 @@ def _merged(m: Maker, blocks: str, pieces: str) -> Case:
     one's in training; here they are beside them."""
     first = _MAKERS[blocks](m.part(blocks, m.call.option("layout")))
     second = _MAKERS[pieces](m.part(pieces, m.call.option("dense")))
-    written = *first.written, *renamed((name, None) for name in second.written)
-    layouts = {"layout": first.call.option("layout"), "dense": second.call.option("layout")}
     given = {name: None for name, _ in m.call.dtypes} | first.tensors
     given |= renamed(second.tensors.items())
-    return m.case(given, written, **layouts)
-
-
-def _dense_messages(
-    m: Maker, rows: int, layout: DenseLayout, columns: int, words: int, stamp: Tensor | None
-) -> Tensor:
-    message = m.garbage(rows, words)
-    x = m.spoilt(m.values(rows, columns, dtype=layout.wire))
-    m.reference.put_dense(x, message, stamp, layout=layout)
-    return message
+    return m.case(given, dense=second.call.option("layout"))
 
 
 def _steer(m: Maker) -> Case:
@@ -403,21 +327,21 @@ def _steer(m: Maker) -> Case:
     state[BIAS], state[EXPONENT] = 1 + m.uniform(*shape), 1 / 32 + m.uniform(*shape) / 3
     state[SIDE] = (3 * m.uniform(*shape)).floor() - 1
     state[STEP] = torch.nan
-    tensors: dict[str, Tensor | None] = {
+    tensors = {
         "counts": counts.int(),
         "target": 700 * (0.5 + m.uniform(segments)),
         "max_boost": torch.exp2((3 * m.uniform(segments)).floor()),
         "scale": scale,
         "state": state,
     }
-    return m.case(tensors, ["state"])
+    return m.case(tensors)
 
 
 _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "quantize_matrix": _quantize_matrix,
-    "dequantize_matrix": _dequantize_matrix,
+    "dequantize_matrix": _dequantize,
     "measure_exact": _measure_exact,
     "encode_exact": _encode_exact,
     "decode_exact": _decode_exact,

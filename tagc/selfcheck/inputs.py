@@ -11,9 +11,10 @@ are aligned if the parameters' sizes are. Messages lie beside those of other seg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS, DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import BLOCK, CHUNK, ExponentLayout
-from tagc.ops.matrix import AnyMatrices, Matrices, MatrixLayout
+from tagc.ops.matrix import AnyMatrices, Matrices
 from tagc.ops.sketch import SketchLayout
 from tagc.selfcheck.calls import Call
 
@@ -68,7 +69,6 @@ class Case:
 
     call: Call
     tensors: dict[str, Tensor | None]
-    written: tuple[str, ...]
     scratch: tuple[str, ...] = ()
 
     def run(self, ops: Ops, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -88,6 +88,8 @@ class Maker:
     def __init__(self, call: Call, inputs: Inputs, generator: torch.Generator) -> None:
         self.call, self.inputs, self._generator = call, inputs, generator
         self.reference = get_ops("cpu", "reference")
+        layout = dict(call.options).get("layout")
+        self.layout: Any = small(layout) if inputs.small and layout is not None else layout
 
     def part(self, operator: str, layout: object) -> Maker:
         """Makes the tensors of an operator that is a part of the call's."""
@@ -99,33 +101,33 @@ class Maker:
         """Makes the tensors of one destination."""
         return Maker(self.call, replace(self.inputs, destinations=1), self._generator)
 
-    def blocks(self) -> BlockLayout:
-        """The layout of the call, made small if the inputs say so."""
-        layout = self.call.option("layout")
-        return small_blocks(layout) if self.inputs.small else layout
+    @property
+    def numel(self) -> int:
+        """Elements of a row, for an operator without a layout."""
+        given = self.inputs.elements
+        return 4 * 1024 + 16 + self.call.rest if given is None else given
 
-    def sketch(self, capacity: int) -> tuple[SketchLayout, int]:
-        """See :meth:`blocks`; the capacity shrinks with the layout."""
-        layout = self.call.option("layout")
-        return small_sketch(layout, capacity) if self.inputs.small else (layout, capacity)
+    def capacity(self) -> int:
+        """How many groups a rank may keep: as large a share of all as in the call."""
+        whole = self.call.option("layout").groups
+        return _share(self.call.option("capacity"), whole, self.layout.groups)
 
-    def dense(self) -> tuple[DenseLayout, int, int]:
-        """See :meth:`blocks`; with a few columns and words more than it needs, so that all rows are
+    def columns_and_words(self) -> tuple[int, int]:
+        """Sizes of rows for pieces and of messages: a few more than they need, so that all rows are
         aligned if the first one is."""
-        layout = self.call.option("layout")
-        layout = small_dense(layout) if self.inputs.small else layout
-        ends = [(p.column + p.numel, p.word + p.numel * layout.wire.itemsize // 4 + 1)
-                for p in layout.pieces]  # fmt: skip
-        columns, words = (max(n, default=0) for n in zip(*ends, strict=True)) if ends else (0, 0)
-        words = max(words, layout.tail + STAMP_WORDS)
-        return layout, columns + 16 - columns % 16, words + 16 - words % 16
+        layout = self.layout
+        columns, words = 0, layout.tail + STAMP_WORDS
+        for piece in layout.pieces:
+            columns = max(columns, piece.column + piece.numel)
+            words = max(words, piece.word + piece.numel * layout.wire.itemsize // 4 + 1)
+        return columns + 16 - columns % 16, words + 16 - words % 16
 
-    def case(
-        self, tensors: dict[str, Tensor | None], written: Iterable[str], **options: object
-    ) -> Case:
+    def case(self, tensors: Mapping[str, Tensor | None], **options: object) -> Case:
         """A case of the call, with these options instead of its own."""
+        if self.layout is not None:
+            options["layout"] = self.layout
         merged = tuple((dict(self.call.options) | options).items())
-        return Case(replace(self.call, options=merged), tensors, tuple(written))
+        return Case(replace(self.call, options=merged), dict(tensors))
 
     def values(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Normal numbers, whose scale differs widely between rows, with a few zeros; all finite."""
@@ -139,11 +141,14 @@ class Maker:
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype)
 
-    def matrices(self, D: int, layout: AnyMatrices, dtype: torch.dtype) -> Tensor:
-        """:meth:`values` ``[D, numel]``, whose scale also differs between columns."""
+    def elements(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """:meth:`values` ``[rows, numel]`` for the layout: of a matrix, the scale also differs
+        between columns."""
+        if isinstance(self.layout, BlockLayout):
+            return self.values(rows, self.layout.numel, dtype=dtype)
         found = []
-        for run in layout.runs:
-            shape = D, run.count, run.rows, run.columns
+        for run in self.layout.runs:
+            shape = rows, run.count, run.rows, run.columns
             x = self.values(*shape, dtype=torch.float32)
             if self.inputs.kind != "ties":
                 x *= torch.exp(self._normal(*shape[:2], 1, shape[3]))
@@ -157,9 +162,6 @@ class Maker:
     def uniform(self, *shape: int) -> Tensor:
         """Float32 in ``[0, 1)``."""
         return torch.rand(*shape, dtype=torch.float32, generator=self._generator, device="cpu")
-
-    def optional(self, *shape: int, dtype: torch.dtype | None) -> Tensor | None:
-        return None if dtype is None else self.values(*shape, dtype=dtype)
 
     def spoilt(self, x: Tensor) -> Tensor:
         """``x`` ``[R, n]``. Usual inputs get an infinity in the last row, and rough inputs the
@@ -221,14 +223,26 @@ def shortened(numel: int, unit: int, units: int, rest: int = 16) -> int:
     return min(numel, units * unit + numel % unit)
 
 
-def small_blocks(layout: BlockLayout) -> BlockLayout:
-    """A few blocks; the last one is as full as in the model."""
-    units = max(_BLOCKS, 2048 // layout.block)
-    # Two scales share a word.
-    return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
+def small(layout: Any) -> Any:
+    """A layout of the same kind with a few blocks, rows or words. The last one is as full as in the
+    model."""
+    match layout:
+        case BlockLayout():  # two scales share a word
+            units = max(_BLOCKS, 2048 // layout.block)
+            return replace(layout, numel=shortened(layout.numel, layout.block, units, rest=32))
+        case DenseLayout():
+            return _small_dense(layout)
+        case ExactLayout():
+            spans = [shortened(size, layout.block, 2, rest=1) for size in layout.spans[:4]]
+            return replace(layout, spans=tuple(spans))
+        case ExponentLayout():  # two chunks
+            return ExponentLayout(numel=shortened(layout.numel, BLOCK * CHUNK, 2, rest=1))
+        case SketchLayout():
+            return _small_sketch(layout)
+    return _small_matrices(layout)
 
 
-def small_dense(layout: DenseLayout) -> DenseLayout:
+def _small_dense(layout: DenseLayout) -> DenseLayout:
     """Short pieces, in the same order; columns and lengths have the same remainders modulo 16."""
     pieces, column, word = [], 0, 0
     for piece in layout.pieces:
@@ -240,35 +254,23 @@ def small_dense(layout: DenseLayout) -> DenseLayout:
     return replace(layout, pieces=tuple(pieces), tail=word)
 
 
-def small_exact(layout: ExactLayout) -> ExactLayout:
-    """A few spans of a few blocks; the last block of each is as full as in the model."""
-    spans = [shortened(size, layout.block, 2, rest=1) for size in layout.spans[:4]]
-    return replace(layout, spans=tuple(spans))
-
-
-def small_exponents(layout: ExponentLayout) -> ExponentLayout:
-    """Two chunks; the last one is as full as in the model."""
-    return ExponentLayout(numel=shortened(layout.numel, BLOCK * CHUNK, 2, rest=1))
-
-
-def small_matrices(layout: AnyMatrices) -> Matrices:
+def _small_matrices(layout: AnyMatrices) -> Matrices:
     """A few rows of at most two matrices of each shape, with all columns, because kernels treat
     long and short rows differently."""
-
-    def small(run: MatrixLayout) -> MatrixLayout:
-        rows = min(run.rows, _ROWS + run.rows % 16)
-        return replace(run, rows=rows, count=min(run.count, 2))
-
-    return Matrices(tuple(map(small, layout.runs)))
+    runs = [
+        replace(run, rows=min(run.rows, _ROWS + run.rows % 16), count=min(run.count, 2))
+        for run in layout.runs
+    ]
+    return Matrices(tuple(runs))
 
 
 def small_encoder(layout: AnyMatrices, destinations: int) -> tuple[Matrices, int]:
-    """:func:`small_matrices` with at most two destinations; more matrices of the last shape, and
+    """:func:`small` matrices with at most two destinations; more matrices of the last shape, and
     more destinations, if kernels treat many columns differently."""
-    small = small_matrices(layout)
+    few = _small_matrices(layout)
     columns = min(_COLUMNS, destinations * _columns(layout))
-    destinations = min(destinations, max(2, -(-columns // _columns(small))))
-    *others, last = small.runs
+    destinations = min(destinations, max(2, -(-columns // _columns(few))))
+    *others, last = few.runs
     missing = -(-columns // destinations) - _columns(Matrices(tuple(others)))
     count = max(last.count, -(-missing // last.columns))
     return Matrices((*others, replace(last, count=count))), destinations
@@ -278,24 +280,22 @@ def _columns(layout: AnyMatrices) -> int:
     return sum(run.count * run.columns for run in layout.runs)
 
 
-def small_sketch(layout: SketchLayout, capacity: int) -> tuple[SketchLayout, int]:
-    """A few words of a bitmap, and a table and a capacity for the same share of the groups. A large
-    table stays large enough for the kernels of large tables. Small layouts stay as they are."""
+def _small_sketch(layout: SketchLayout) -> SketchLayout:
+    """A few words of a bitmap, and a table for the same share of the groups. A large table stays
+    large enough for the kernels of large tables. Small layouts stay as they are."""
     lanes = layout.symbol.lanes
     large = not layout.direct and layout.partition >= _PARTITION
     numel = shortened(layout.numel, 32 * lanes, _WORDS_OF_LARGE if large else _WORDS)
     if numel == layout.numel and not large:
-        return layout, capacity
+        return layout
     groups = -(-numel // lanes)
-    keys = _share(layout.keys, layout.groups, groups)
     partition = groups
-    if not layout.direct:
-        # Small tables need more room for each key.
-        partition = max(32, 2 * _share(layout.partition, layout.groups, groups))
     if large:
         partition = _PARTITION + layout.partition % 16
-    small = replace(layout, numel=numel, keys=keys, partition=partition)
-    return small, _share(capacity, layout.groups, groups)
+    elif not layout.direct:  # small tables need more room for each key
+        partition = max(32, 2 * _share(layout.partition, layout.groups, groups))
+    keys = _share(layout.keys, layout.groups, groups)
+    return replace(layout, numel=numel, keys=keys, partition=partition)
 
 
 def _share(part: int, whole: int, of: int) -> int:

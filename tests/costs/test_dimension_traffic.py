@@ -123,10 +123,9 @@ def test_advise(options: list[str], advice: str, capsys: Any) -> None:
 def test_the_data_ranks_of_a_host_share_its_card(capsys: Any) -> None:
     seconds = {}
     for mesh, per_host in (("dp=4", "1"), ("dp=4,tp=8", "8"), ("tp=8,dp=4", "1")):
-        options = ["--mesh", mesh, "--ranks-per-host", per_host, "--tflops", "100"]
+        options = ["--mesh", mesh, "--ranks-per-host", per_host]
         assert main([*ADVISE, *options, "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
-        assert data["compute"] == 6 * data["model"]["parameters"] * 8192 / 1e14
         (found,) = (c for c in data["candidates"] if c["name"] == "dense bf16")
         seconds[mesh] = found["link"]
     # 8 times as many groups on the card, each with an eighth of the matrices.

@@ -74,7 +74,6 @@ def written(path: Path, data: object) -> Path:
         ([*OF_7B, "--params", "1000"], "1000 parameters are too few for a transformer: give 100,"),
         ([*OF_7B, "--replicas", "64"], "--world 64 with as many replicas shards"),
         ([*OF_7B, "--ranks-per-host", "5"], "--world 64 does not divide by --ranks-per"),
-        ([*OF_7B, "--tflops", "5"], "--tokens-per-rank and --tflops belong together"),
         ([*OF_7B, "--policy", "hybird"], "did you mean 'hybrid'?"),
         ([*SITES, "--world", "6"], "--world 6 does not divide by --sites 4"),
         ([*OF_WORLD, "--model", "no_such:make"], "cannot import module 'no_such' of 'no_such"),
@@ -166,7 +165,7 @@ def test_files_beyond_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[
         *(("--bandwidth", v) for v in ("1e-320bit", "0bit")),
         *(("--micro-batches", v) for v in ("1e400", "0")),
         *(("--world", v) for v in ("many", "1e12", "-1")),
-        *(("--replicas", "3"), ("--overlap", "1.1"), ("--tflops", "nan")),
+        *(("--replicas", "3"), ("--overlap", "1.1"), ("--learning-rate", "nan")),
         *(("--model", v) for v in ("a" * 5_000, "\ud800.json", ":")),
     ],
     ids=lambda value: f"{value!r:.20}",
@@ -174,9 +173,8 @@ def test_files_beyond_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_numbers_of_the_command_line(
     capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
-    common = [*LINK, "--tflops", "100", "--tokens-per-rank", "1000"]
     model = [] if option in ("--params", "--model") else ["--params", "125M"]
-    error = refused(capsys, "advise", *model, *common, f"{option}={value}")
+    error = refused(capsys, "advise", *model, *LINK, "--step-time", "1s", f"{option}={value}")
     assert option in error or repr(value)[1:9] in error or "e+" in error
 
 

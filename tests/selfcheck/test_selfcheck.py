@@ -45,26 +45,28 @@ def change(x: Tensor) -> None:
 
 def test_the_reference_passes():
     assert set(ONE_OF_EACH) == set(OPERATORS)
-    calls = list(ONE_OF_EACH.values())
-    checked = check(standin("passes"), CPU, calls)
-    assert checked.calls == calls
-    assert not checked.failures
-    assert f"{len(calls)} kinds of calls give the reference's bits" in str(checked)
-    assert f"torch {torch.__version__}" in str(checked)
+    note = check(standin("passes"), CPU, ONE_OF_EACH.values())
+    assert f"{len(OPERATORS)} kinds of calls give the reference's bits" in note
+    assert f"torch {torch.__version__}" in note
 
 
-WRITTEN = [(name, output) for name, call in ONE_OF_EACH.items() for output in case_of(call).written]
+# Also those that an operator only reads. Decoding uses up its cells.
+ARGUMENTS = {
+    (call.operator, name): call
+    for call in reversed(CALLS)
+    for name, dtype in call.dtypes
+    if dtype is not None and (call.operator, name) != ("decode", "cells")
+}
 
 
-@pytest.mark.parametrize(("operator", "output"), WRITTEN)
+@pytest.mark.parametrize(("operator", "output"), sorted(ARGUMENTS))
 def test_one_wrong_element_is_noticed(operator, output):
     def spoil(arguments: dict[str, Any], returned: Any) -> None:
         change(arguments[output])
 
-    call = next(c for c in CALLS if c.operator == operator and dict(c.dtypes)[output] is not None)
     wrong = standin("wrong", **{operator: spoiling(operator, spoil)})
     with pytest.raises(KernelError, match=rf"wrong does not give .* elements of '{output}' differ"):
-        check(wrong, CPU, [call])
+        check(wrong, CPU, [ARGUMENTS[operator, output]])
 
 
 def test_a_wrong_result_of_peeling_is_noticed():
