@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--methods", default="dense; 8 bits; 4 bits",
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
-        "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
+        "'4 bits, stochastic', or a policy",
     )  # fmt: skip
     add("--starved", action="store_true",
         help="2 blocks of 8 experts, each token's best 2; the router favours the first ones",
@@ -144,9 +144,6 @@ def policy_of(method: str) -> Any:
     """The policy of a method; None for torch's own groups."""
     if method in ("dense", "bf16"):
         return None
-    if method == "all hard":
-        hard = policy_of("4 bits")
-        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
     if method == "exact":
         codec: dict[str, Any] = {"kind": "exact"}

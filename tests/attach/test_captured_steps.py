@@ -51,7 +51,7 @@ MANY = {
         {"when": {"name": "*.o_proj.weight"}, "codec": QUANTIZED | {"rounding": "stochastic"}},
         {
             "when": {"name": "*.up_proj.weight"},
-            "codec": {"kind": "matrix", "group": 8},
+            "codec": {"kind": "matrix"},
             "feedback": {"kind": "residual", "dtype": "bfloat16", "lead": "measured"},
         },
         {"when": {"name": "*.down_proj.weight"}, "codec": {"kind": "sketch", "density": 0.3}},

@@ -37,6 +37,8 @@ from tagc.attach import replicate as attachment
 
 BITS = POLICIES["quantized residual"]
 REPLICAS = BITS | {"replicas": BITS["gradients"]}
+LEAD = {"feedback": {"kind": "residual", "lead": "measured"}}
+MEASURED = BITS | {"gradients": [rule | LEAD for rule in BITS["gradients"]]}
 NOBODY = {"when": {"name": "nobody"}, "codec": {"kind": "quantized"}}
 
 
@@ -114,7 +116,7 @@ REFUSED: dict[int, list[Case]] = {
         # DDP
         (ddp, REPLICAS, {}, "all ranks are replicas"),
         (ddp, BITS, {"replicas": lambda: dist.group.WORLD}, "all ranks are replicas"),
-        (ddp, "half-bit", {}, "with DDP or replicate(): feedback.lead 'measured'"),
+        (ddp, MEASURED, {}, "with DDP or replicate(): feedback.lead 'measured'"),
         (hooked, BITS, {}, "its own communication hook (allreduce_hook)"),
         (lambda: ddp(nn.Embedding(9, 9, sparse=True)), BITS, {}, "sparse gradients"),
         (lambda: nn.Sequential(wrapped(BITS, ddp())), BITS, {}, "'0' is already wrapped"),

@@ -64,7 +64,6 @@ def written(path: Path, data: object) -> Path:
     [
         (["explain", "hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
         ([*OF_1M, "1", "--ddp"], "--world 1 with --ddp sends nothing"),
-        ([*OF_1M, "4", "--ddp", "--policy", "half-bit"], "feedback.lead 'measured'"),
         ([*OF_1M, "8", "--policy", "sites"], "give their number, at least 2 (--sites)"),
         (["explain", "7B", "--mesh", "tp=8"], "give --tokens"),
         (["explain", "7B", "--mesh", "tp=0"], "no mesh"),
@@ -85,6 +84,13 @@ def written(path: Path, data: object) -> Path:
 )
 def test_command_lines(argv: list[str], message: str, capsys: Any) -> None:
     assert message in refused(capsys, *argv)
+
+
+def test_a_policy_for_replicas_with_ddp(tmp_path: Path, capsys: Any) -> None:
+    rules = [{"when": {}, "codec": {"kind": "quantized"}}]
+    mine = written(tmp_path / "mine.yaml", {"schema": 1, "gradients": rules, "replicas": rules})
+    error = refused(capsys, *OF_1M, "4", "--ddp", "--policy", str(mine))
+    assert "with DDP and replicate() all ranks are replicas" in error
 
 
 NAMES = (f"layers.{DIGITS}.w", "a\0b", "\ud800", "")
