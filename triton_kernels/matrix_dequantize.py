@@ -33,8 +33,9 @@ from .sizes import cdiv, next_power_of_2
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
 # warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
-# Elements of a tile from which on every thread of a warp has some of its own, 4 neighbours each.
-_FULL = constant(128)
+# The most elements of a tile that a single warp has. Several of its threads may have the same
+# element, or a thread may load one for another, which stores it.
+_OF_WARP = constant(128)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
@@ -141,8 +142,8 @@ def dequantize_matrix_kernel(
             at = out + row * columns + i * row_words + j
             if ADD:
                 x += widen(tl.load(at, mask=ours))
-                if OUTER * WORDS < _FULL:
-                    # Several threads have the same element: all must read it before one writes.
+                if OUTER * WORDS <= _OF_WARP:
+                    # All threads must read an element before one writes it.
                     tl.debug_barrier()
             tl.store(at, x.to(out.dtype.element_ty), mask=ours)
 
@@ -172,7 +173,7 @@ def _dequantize_rows(
     tiles = cdiv(layout.row_words, words)
     unit = unit_of(layout.row_words)
     # A thread has 4 neighbours of each lane.
-    warps = max(1, outer * words // (4 * 32))
+    warps = max(1, outer * words // _OF_WARP.value)
     divide = divisor & (divisor - 1) != 0
     # Divisions (which are calls), codes of several bits, and float32 elements take registers.
     many = divide or layout.bits > 1 or out.dtype == torch.float32
