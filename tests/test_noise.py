@@ -176,7 +176,6 @@ NORMS = {
     "hybrid": (0.99, 1.01),
     "two-bit": (0.97, 1.03),
     "one-bit": (1.05, 1.1),
-    "half-bit": (1.8, 1.95),
 }
 """Of dense's, as docs/policies.md says."""
 

@@ -9,10 +9,9 @@ Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.
 1.5 - 0.75; divided by 3, 0.25.
 
 There are two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns, once for
-matrices of all shapes; the sum's kernel is here, or in :mod:`.matrix_groups` if neighbours share a
-code. A program's tile is some rows of some words, with all columns whose codes are in these words.
-A thread has some neighbouring words of all of the tile's rows, which share the columns' scales, and
-some neighbouring lanes of these words.
+matrices of all shapes; the sum's kernel is here. A program's tile is some rows of some words, with
+all columns whose codes are in these words. A thread has some neighbouring words of all of the
+tile's rows, which share the columns' scales, and some neighbouring lanes of these words.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from tagc.ops.matrix import AnyMatrices
 
 from .device import on_device_of
 from .jit import constant, jit, tl
-from .matrix_groups import dequantize_groups
 from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
 from .matrix_table import Run, runs_of
@@ -35,8 +33,9 @@ from .sizes import cdiv, next_power_of_2
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
 # warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
-# Elements of a tile from which on every thread of a warp has some of its own, 4 neighbours each.
-_FULL = constant(128)
+# The most elements of a tile that a single warp has. Several of its threads may have the same
+# element, or a thread may load one for another, which stores it.
+_OF_WARP = constant(128)
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
@@ -143,8 +142,8 @@ def dequantize_matrix_kernel(
             at = out + row * columns + i * row_words + j
             if ADD:
                 x += widen(tl.load(at, mask=ours))
-                if OUTER * WORDS < _FULL:
-                    # Several threads have the same element: all must read it before one writes.
+                if OUTER * WORDS <= _OF_WARP:
+                    # All threads must read an element before one writes it.
                     tl.debug_barrier()
             tl.store(at, x.to(out.dtype.element_ty), mask=ours)
 
@@ -159,9 +158,8 @@ def dequantize_matrix(
         return
     scales = read_scales(message, runs=runs, total=total)
     for run in runs:
-        dequantize = dequantize_groups if run.layout.group > 1 else _dequantize_rows
         its = message[..., run.words].unflatten(2, (run.layout.count, -1))  # [K, R, count, words]
-        dequantize(its, *scales, out[:, run.elements], run=run, divisor=divisor, add=add)
+        _dequantize_rows(its, *scales, out[:, run.elements], run=run, divisor=divisor, add=add)
 
 
 def _dequantize_rows(
@@ -175,10 +173,10 @@ def _dequantize_rows(
     tiles = cdiv(layout.row_words, words)
     unit = unit_of(layout.row_words)
     # A thread has 4 neighbours of each lane.
-    warps = max(1, outer * words // (4 * 32))
+    warps = max(1, outer * words // _OF_WARP.value)
     divide = divisor & (divisor - 1) != 0
     # Divisions (which are calls), codes of several bits, and float32 elements take registers.
-    many = divide or layout.width > 1 or out.dtype == torch.float32
+    many = divide or layout.bits > 1 or out.dtype == torch.float32
     rows = _ROWS if many else 2 * _ROWS
     rows = min(rows, 1 << (layout.rows.bit_length() - 1))
     pairs = layout.places // 2
@@ -186,10 +184,10 @@ def _dequantize_rows(
         message[..., sum(layout.head) :], f[:, R * run.before.rows :],
         v[:, R * run.before.row_words * pairs :], out, layout.rows, layout.columns,
         layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.width) - 1, *message.stride()[:3], f.stride(0), v.stride(0) // pairs,
+        (1 << layout.bits) - 1, *message.stride()[:3], f.stride(0), v.stride(0) // pairs,
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.width, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
+        WIDTH=layout.bits, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
         NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, ADD=add, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip

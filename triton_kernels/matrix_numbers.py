@@ -1,4 +1,4 @@
-"""Numbers of quantized matrices: sums in lanes, scales and their inverses, elements of a group.
+"""Numbers of quantized matrices: sums in lanes, scales and their inverses.
 
 :mod:`tagc.ops.matrix` has the format. Everything is integer or correctly rounded, and every float
 sum has the format's order: the caller adds to lanes, or to a row's table, front to back;

@@ -6,9 +6,7 @@ columns. The rows' kernel is here. A program has some whole rows, in registers, 
 ``[places, words]`` like their codes, so that the elements are still there when the codes are
 computed. A row's scale ``f`` follows from its sum. The codes of
 ``x = float32(grad) + float32(residual)`` in columns with the scale ``v`` are ``floor(y * 0.5)``,
-clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``. With groups, a
-code is the place of the group's largest ``|x * (1 / v)|``, plus the group's size if that ``x`` is
-negative. There it leaves ``x - f * v``, or ``x + f * v`` if ``x`` is negative.
+clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``.
 
 Worked example (2 bits, f = 0.5): x = (1.7, -0.4) with v = (1, 0.5) is (3.4, -1.6) in units of
 f * v, so the codes are (1, -1), which stand for (1.5, -0.25) and leave (0.2, -0.15).
@@ -51,45 +49,11 @@ _NOT_FINITE = constant(NOT_FINITE)
 _LEAST = constant(-(2.0**-149))
 # Added to a small float32, it leaves the integer in the lowest bits, in two's complement.
 _INTEGER = constant(1.5 * 2**23)
-# Format of first_of_groups: from this bit on a place, in these units; below it a sign, and the
-# upper bits of a column's scale.
-_PLACE, _NEXT_PLACE = constant(11), constant(1 << 11)
-_IS_NEGATIVE, _UPPER = constant(1 << 10), constant((1 << 10) - 1)
 # Elements of a program, unless rows are longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 1024
 # Arguments whose alignment makes no difference.
 _PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
           "message_matrix", "norms_stride"]  # fmt: skip
-
-
-@jit
-def first_of_groups(x, upper, GROUP: tl.constexpr):
-    """The first largest ``|x * (1 / v)|`` of each group: its place, its sign and its ``v``.
-
-    Args:
-        x: ``[ROWS, PLACES, WORDS * GROUP]`` float32.
-        upper: upper bits of ``v``, int32 of a shape that broadcasts.
-
-    Returns:
-        ``[ROWS, PLACES, WORDS]`` int32: the place from bit ``_PLACE`` on, below it whether
-        ``x`` there has its sign bit, and then the upper 10 bits of ``v``.
-    """
-    WORDS: tl.constexpr = x.shape[2] // GROUP
-    place = tl.arange(0, GROUP)[None, None, None, :]
-    b = magnitude(tl.reshape(x * inverse_of(upper), [x.shape[0], x.shape[1], WORDS, GROUP]))
-    # Shift the sign bit down.
-    signs = (x.to(tl.uint32, bitcast=True) >> 21) & _IS_NEGATIVE
-    about = tl.reshape(signs.to(tl.int32) | upper, b.shape) | place * _NEXT_PLACE
-    is_largest = b == tl.expand_dims(tl.max(b, 3), 3)
-    return tl.min(tl.where(is_largest, about, GROUP * _NEXT_PLACE), 3)
-
-
-@jit
-def at_places(bits, first, GROUP: tl.constexpr):
-    """The element of ``bits``, not negative, that ``first`` points to in each group."""
-    grouped = tl.reshape(bits, [bits.shape[0], bits.shape[1], bits.shape[2] // GROUP, GROUP])
-    hit = (first >> _PLACE)[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
-    return tl.max(tl.where(hit, grouped, 0), 3)
 
 
 @jit
@@ -113,45 +77,19 @@ def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
 
 
 @jit
-def place_and_left(x, first, f, sends, v, shift, GROUP: tl.constexpr):
-    """:func:`code_and_left` for the groups of ``x``, by their ``first``."""
-    negative = (first & _IS_NEGATIVE) != 0
-    f = tl.where(negative, f, negated(f))
-    place = tl.where(sends[:, None, None], first >> _PLACE, GROUP)
-    hit = place[:, :, :, None] == tl.arange(0, GROUP)[None, None, None, :]
-    f = tl.reshape(tl.broadcast_to(f[:, :, :, None], hit.shape), x.shape)
-    left = tl.fma(f, tl.broadcast_to(v, x.shape), x)
-    left = tl.where(tl.reshape(hit, x.shape), left, x)
-    code = (first >> _PLACE) + tl.where(negative, GROUP, 0)
-    return code << shift, left
-
-
-@jit
-def stands_for(x, v, first, GROUP: tl.constexpr, FITTED: tl.constexpr):
-    """The terms of a row's sum, one for every code; ``first`` is from :func:`first_of_groups`."""
-    b = magnitude(x)
-    if GROUP > 1:
-        b = at_places(b, first, GROUP)
-        v = scale_of(first & _UPPER)
+def stands_for(x, v, FITTED: tl.constexpr):
+    """The terms of a row's sum."""
     # The term of an element that is not finite does not matter: its row sends no codes.
-    u = tl.minimum(b, LARGEST_BITS).to(tl.float32, bitcast=True)
+    u = tl.minimum(magnitude(x), LARGEST_BITS).to(tl.float32, bitcast=True)
     return u * v if FITTED else u
 
 
 @jit
-def square_of(first):
-    """``v * v`` of the elements that ``first`` points to."""
-    v = scale_of(first & _UPPER)
-    return v * v
-
-
-@jit
-def load_words(grad, residual, uppers, start, exists, place, e, row_span, columns):
+def load_words(grad, residual, uppers, start, exists, place, w, row_words, columns):
     """``x``, the residual (``x`` if there is none) and the upper bits of ``v`` of the elements
-    ``e`` at places; 0 for missing elements."""
-    # In columns, not words, so that Triton sees how many neighbours share a mask.
-    j = place * row_span + e
-    within = (e < row_span) & (j < columns)
+    of words ``w`` at places; 0 for missing elements."""
+    j = place * row_words + w
+    within = (w < row_words) & (j < columns)
     inside = exists[:, None, None] & within
     x = widen(tl.load(grad + (start + j), mask=inside, other=0.0))
     old = x
@@ -162,26 +100,23 @@ def load_words(grad, residual, uppers, start, exists, place, e, row_span, column
 
 
 @jit
-def store_words(residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
+def store_words(residual, left, old, kept, fresh, start, stored, place, w, row_words, columns,
                 AVERAGE: tl.constexpr):  # fmt: skip
     """Store the new residual."""
-    j = place * row_span + e
+    j = place * row_words + w
     if AVERAGE:
         left = kept * old + fresh * left
     left = narrow_finite(left, residual.dtype.element_ty)
-    within = (e < row_span) & (j < columns)
+    within = (w < row_words) & (j < columns)
     tl.store(residual + (start + j), left, mask=stored & within)
 
 
 @jit
-def say(x, f, inverse_f, sends, upper, first, place, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+def say(x, f, inverse_f, sends, upper, place, WIDTH: tl.constexpr):
     """Codes as ``[ROWS, WORDS]`` int32, and their quantization errors."""
-    v = scale_of(upper)
     # Elements past the row's end are zeros, whose codes are 0.
-    if GROUP == 1:
-        code, left = code_and_left(x, f, inverse_f, v, inverse_of(upper), place * WIDTH, WIDTH)
-    else:
-        code, left = place_and_left(x, first, f, sends, v, place * WIDTH, GROUP)
+    v, inverse_v = scale_of(upper), inverse_of(upper)
+    code, left = code_and_left(x, f, inverse_f, v, inverse_v, place * WIDTH, WIDTH)
     return tl.where(sends[:, None], tl.sum(code, 1), 0), left
 
 
@@ -190,21 +125,20 @@ def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
     fresh, grad_stride, residual_stride, message_stride, message_matrix, uppers_stride,
     norms_stride,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, FITTED: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr,
-    AVERAGE: tl.constexpr, THREADS: tl.constexpr,
+    WIDTH: tl.constexpr, FITTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr, AVERAGE: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = 1 << LOG_WORDS
-    ELEMENTS: tl.constexpr = (ROWS * WORDS * GROUP) << LOG_PLACES
+    ELEMENTS: tl.constexpr = (ROWS * WORDS) << LOG_PLACES
     row_words = units * UNIT
-    row_span = row_words * GROUP
     d, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
     place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
-    e = tl.arange(0, WORDS * GROUP)[None, None, :]
-    w = tl.arange(0, WORDS)[None, :]
+    w = tl.arange(0, WORDS)[None, None, :]
+    flat = tl.arange(0, WORDS)[None, :]
     grad += d * grad_stride + m * rows * columns
     if residual is not None:
         residual += d * residual_stride + m * rows * columns
@@ -214,36 +148,26 @@ def quantize_matrix_kernel(
     scales += 4 * offset
     codes += offset
     start = (first_row + r)[:, None, None] * columns
-    at_words = (first_row + r)[:, None] * row_words + w
+    at_words = (first_row + r)[:, None] * row_words + flat
 
     if WHOLE:
         x, old, upper = load_words(
-            grad, residual, uppers, start, exists, place, e, row_span, columns
+            grad, residual, uppers, start, exists, place, w, row_words, columns
         )
         worst = tl.max(tl.max(magnitude(x), 2), 1)
-        first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
-        table = stands_for(x, scale_of(upper), first, GROUP, FITTED)
-        if GROUP > 1:
-            squares = square_of(first)
+        table = stands_for(x, scale_of(upper), FITTED)
     else:
         table = tl.zeros([ROWS, 1 << LOG_PLACES, WORDS], tl.float32)
-        squares = table
         worst = tl.zeros([ROWS], tl.int32)
         for word in range(0, row_words, WORDS):
             x, old, upper = load_words(
-                grad, residual, uppers, start, exists, place, word * GROUP + e, row_span, columns
+                grad, residual, uppers, start, exists, place, word + w, row_words, columns
             )
             worst = tl.maximum(worst, tl.max(tl.max(magnitude(x), 2), 1))
-            first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
-            table += stands_for(x, scale_of(upper), first, GROUP, FITTED)
-            if GROUP > 1:
-                squares += square_of(first)
+            table += stands_for(x, scale_of(upper), FITTED)
 
     total = sum_table(table, LOG_PLACES, LOG_WORDS)
-    if GROUP == 1:
-        norms = tl.broadcast_to(tl.load(norms + d * norms_stride + m), [ROWS])
-    else:
-        norms = sum_table(squares, LOG_PLACES, LOG_WORDS)
+    norms = tl.broadcast_to(tl.load(norms + d * norms_stride + m), [ROWS])
     base = tl.load(message)
     byte = tl.div_rn(total, norms) * distance
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
@@ -261,27 +185,25 @@ def quantize_matrix_kernel(
         if residual is not None and ELEMENTS < THREADS:
             # Several threads may have the same element: all must read it before one writes.
             tl.debug_barrier()
-        words, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
+        words, left = say(x, f, inverse_f, sends, upper, place, WIDTH)
         if residual is not None:
             store_words(
-                residual, left, old, kept, fresh, start, stored, place, e, row_span, columns,
+                residual, left, old, kept, fresh, start, stored, place, w, row_words, columns,
                 AVERAGE,
             )  # fmt: skip
-        tl.store(codes + at_words, words, mask=exists[:, None] & (w < row_words))
+        tl.store(codes + at_words, words, mask=exists[:, None] & (flat < row_words))
     else:
         for word in range(0, row_words, WORDS):
-            at = word * GROUP + e
             x, old, upper = load_words(
-                grad, residual, uppers, start, exists, place, at, row_span, columns
+                grad, residual, uppers, start, exists, place, word + w, row_words, columns
             )
-            first = upper if GROUP == 1 else first_of_groups(x, upper, GROUP)
-            words, left = say(x, f, inverse_f, sends, upper, first, place, WIDTH, GROUP)
+            words, left = say(x, f, inverse_f, sends, upper, place, WIDTH)
             if residual is not None:
                 store_words(
-                    residual, left, old, kept, fresh, start, stored, place, at, row_span, columns,
-                    AVERAGE,
+                    residual, left, old, kept, fresh, start, stored, place, word + w, row_words,
+                    columns, AVERAGE,
                 )  # fmt: skip
-            inside = exists[:, None] & (w < row_words - word)
+            inside = exists[:, None] & (flat < row_words - word)
             tl.store(codes + (at_words + word), words, mask=inside)
 
 
@@ -332,19 +254,18 @@ def _quantize_rows(
     layout = run.layout
     message = message.unflatten(1, (layout.count, -1))  # [D, count, words]
     unit, words = unit_of(layout.row_words), layout.words_at_a_time
-    of_row = words * layout.group * layout.places
+    of_row = words * layout.places
     rows = min(max(1, _ELEMENTS // of_row), next_power_of_2(layout.rows))
     # Accesses that are not aligned take more registers.
     of_warp = _OF_WARP if min(unit, unit_of(layout.columns)) >= 8 else _OF_WARP // 2
     warps = max(1, rows * of_row // of_warp)
     scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
     quantize_matrix_kernel[(cdiv(layout.rows, rows), len(grad), layout.count)](
-        grad, residual, uppers, norms if layout.group == 1 else None, message, scales,
-        message[..., sum(layout.head) :], layout.rows, layout.columns, layout.row_words // unit,
-        layout.distance, average, 1 - average, grad.stride(0),
-        0 if residual is None else residual.stride(0), message.stride(0), message.stride(1),
-        uppers.stride(0), norms.stride(0),
-        WIDTH=layout.width, GROUP=layout.group, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
+        grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],
+        layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,
+        1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
+        message.stride(0), message.stride(1), uppers.stride(0), norms.stride(0),
+        WIDTH=layout.bits, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
         LOG_PLACES=layout.places.bit_length() - 1, LOG_WORDS=words.bit_length() - 1,
         WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,
         num_warps=warps, enable_fp_fusion=False,

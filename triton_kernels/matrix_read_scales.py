@@ -2,8 +2,8 @@
 bfloat16, two in a word.
 
 Every element needs both scales of each message. They are unpacked once, not for every tile. A row
-that sends nothing has the scale 0; a row that is not finite has NaN. Columns that share a word are
-``apart`` places apart, so that the thread that sums both loads their scales at once.
+that sends nothing has the scale 0; a row that is not finite has NaN. Columns whose codes are next
+to each other in a word share a word, so that the thread that sums both loads their scales at once.
 
 Worked example (base 832): a row's byte 196 and the column's code 12 are the scales 3 and 0.375.
 
@@ -47,7 +47,7 @@ _PLAIN = ["message", "f", "v", "table", "runs", "R", "message_stride", "message_
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
     message, f, v, table, runs, R, message_stride, message_next, f_stride, v_stride,
-    PAIRS: tl.constexpr, ADJACENT: tl.constexpr, WORDS: tl.constexpr,
+    PAIRS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     k, r = tl.program_id(1).to(tl.int64) // R, tl.program_id(1).to(tl.int64) % R
     table, m, tile = whose_matrix(table, runs)
@@ -56,12 +56,11 @@ def matrix_read_scales_kernel(
     message += k * message_stride + r * message_next + first_word(table, m)
     f += k * f_stride + first_row(table, m, r, R, rows)
     v += (k * v_stride + first_row_word(table, m, r, R, row_words)) * PAIRS
-    apart = 1 if ADJACENT else row_words
     before_rows, before_codes = head_words(rows, columns)
 
     both = tl.zeros([WORDS], tl.uint32)
     for half in tl.static_range(2):
-        j = word + (word // apart + half) * apart
+        j = word + (word // row_words + half) * row_words
         codes = tl.load(message + 1 + j // 8, mask=j < columns, other=0)
         scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
         # The scale is a bfloat16.
@@ -84,13 +83,12 @@ def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple
     Returns:
         Scales of the rows, ``[K, rows of all messages]`` float32, matrix by matrix and message by
         message; and of the columns ``[K, pairs of all messages]`` int32, for each message of a
-        matrix as many pairs as a row of codes has places for. The columns of a pair are ``apart``
-        places apart: 1 if neighbours share a code, else the words of a row. Entry ``p * apart + i``
-        has column ``2 * apart * p + i`` in its lower half, and the column ``apart`` after it in
-        its upper half. Past the last column they are arbitrary.
+        matrix as many pairs as a row of codes has places for. With ``m`` words in a row, entry
+        ``p * m + i`` has column ``2 * p * m + i`` in its lower half, and the column ``m`` after it
+        in its upper half. Past the last column they are arbitrary.
     """
-    (K, R, _), first = message.shape, runs[0].layout
-    pairs = first.places * first.group // 2
+    K, R, _ = message.shape
+    pairs = runs[0].layout.places // 2
     rows, columns = (K, R * total.rows), (K, R * total.row_words * pairs)
     f = buffer("matrix_f", rows, torch.float32, message.device, None)
     v = buffer("matrix_v", columns, torch.int32, message.device, None)
@@ -100,7 +98,6 @@ def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple
     matrix_read_scales_kernel[(programs, K * R)](
         message, f, v, **of_table, R=R, message_stride=message.stride(0),
         message_next=message.stride(1), f_stride=R * total.rows, v_stride=R * total.row_words,
-        PAIRS=pairs, ADJACENT=first.group > 1, WORDS=_WORDS, num_warps=_WARPS,
-        enable_fp_fusion=False,
+        PAIRS=pairs, WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

@@ -9,8 +9,8 @@ Worked example: 20 rows and a largest sum of 100, which rounds to 96, of the bia
 
 A program writes some words of the columns' scales and of the rows' scales, if there are any left.
 The rows' bytes are zeros, which the rows' kernel fills in. The columns' scales are also written as
-upper bits, because every element needs them. If every element has a code, all rows divide by the
-same sum over columns, which the first program computes.
+upper bits, because every element needs them. All rows divide by the same sum over columns, which
+the first program computes.
 """
 
 from __future__ import annotations
@@ -76,21 +76,20 @@ def matrix_scales_kernel(
         exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows(table)
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
-        if norms is not None:
-            place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
-            w = tl.arange(0, 1 << LOG_WORDS)[None, None, :]
-            terms = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
-            for first in range(0, row_words, 1 << LOG_WORDS):
-                j = place * row_words + first + w
-                there = (w < row_words - first) & (j < columns)
-                code = column_code(tl.load(sums + j, mask=there, other=0.0), top)
-                v = tl.where(there, scale_of(upper_of(code)), 0.0)
-                if FITTED:
-                    v = v * v
-                terms += v
-            norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
-            norms += d * norms_stride + number_of(table, m)
-            tl.store(norms + tl.arange(0, 1), norm)
+        place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
+        w = tl.arange(0, 1 << LOG_WORDS)[None, None, :]
+        terms = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
+        for first in range(0, row_words, 1 << LOG_WORDS):
+            j = place * row_words + first + w
+            there = (w < row_words - first) & (j < columns)
+            code = column_code(tl.load(sums + j, mask=there, other=0.0), top)
+            v = tl.where(there, scale_of(upper_of(code)), 0.0)
+            if FITTED:
+                v = v * v
+            terms += v
+        norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
+        norms += d * norms_stride + number_of(table, m)
+        tl.store(norms + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
@@ -119,8 +118,7 @@ def write_scales(
     Args:
         sums, tops, tile: of :func:`.matrix_columns.sum_columns`.
         uppers: like ``sums``, int16, written: the upper 10 bits of the columns' scales.
-        norms: ``[D, matrices]`` float32, written: divisors of the rows' sums, unless neighbours
-            share a code; then every row has its own.
+        norms: ``[D, matrices]`` float32, written: divisors of the rows' sums.
     """
     layout = runs[0].layout
     words = max(run.layout.words_at_a_time for run in runs)
@@ -129,7 +127,7 @@ def write_scales(
         runs, lambda m: cdiv(max(m.head), _WORDS), 1, message.device
     )
     matrix_scales_kernel[(programs, len(message))](
-        sums, tops, message, uppers, norms if layout.group == 1 else None, **of_table,
+        sums, tops, message, uppers, norms, **of_table,
         message_stride=message.stride(0), sums_stride=sums.stride(0), tops_stride=tops.stride(0),
         norms_stride=norms.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,

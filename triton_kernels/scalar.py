@@ -117,20 +117,6 @@ def rint(x):
 
 
 @jit
-def in_order(parts, N: tl.constexpr):
-    """``N`` tensors ``[T]`` as one, ``[T * N]``: all of the first thread, then the next one's."""
-    if N == 1:
-        return tl.reshape(parts[0], [parts[0].numel])
-    else:
-        # The last pair that is joined becomes neighbours.
-        HALF: tl.constexpr = N // 2
-        joined = ()
-        for i in tl.static_range(HALF):
-            joined += (tl.join(parts[i], parts[i + HALF]),)
-        return in_order(joined, HALF)
-
-
-@jit
 def lane_sums(v, LANES: tl.constexpr):
     """Signed lanes of summed symbols: ``[...]`` int32 to ``[..., LANES]`` int32.
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layouts", default="pp 2; tp 2; ep 2; pp 2, tp 2", help="ranks by name (%(default)s)")
     add("--methods", default="dense; 8 bits; 4 bits",
         help="dense, bf16 (between stages), exact (as bf16, its exponents packed), '8 bits', "
-        "'4 bits, stochastic', 'all hard' (gradients in half a bit, activations in 4), or a policy",
+        "'4 bits, stochastic', or a policy",
     )  # fmt: skip
     add("--starved", action="store_true", help="8 experts, of which the router favours the first")
     add("--seeds", type=count, default=3, help="pairs of each line")
@@ -143,9 +143,6 @@ def policy_of(method: str) -> Any:
     """The policy of a method; None for torch's own groups."""
     if method in ("dense", "bf16"):
         return None
-    if method == "all hard":
-        hard = policy_of("4 bits")
-        return {"schema": 1, "extends": "half-bit", "dimensions": hard["dimensions"]}
     bits, _, rest = method.partition(" ")
     if method == "exact":
         codec: dict[str, Any] = {"kind": "exact"}

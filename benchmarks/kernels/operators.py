@@ -18,13 +18,12 @@ from tagc.codecs.sketch.plan import SLACK, quantization_step
 from tagc.ops import COUNTS, Ops, get_ops, reference
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.exact import ExactLayout
-from tagc.ops.matrix import BITS, GROUP, MatrixLayout
+from tagc.ops.matrix import BITS, MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
 
-# What a code of a matrix is, by name: bits of an element, or neighbours that share a code.
-CODES = {f"int{bits}": {"bits": bits} for bits in sorted(BITS, reverse=True)}
-CODES |= {f"group{GROUP}": {"group": GROUP}}
+# Bits of a matrix's code, by name.
+CODES = {f"int{bits}": bits for bits in sorted(BITS, reverse=True)}
 # The operators, and what of a case each depends on besides its size and the gradient's dtype.
 OPS = {
     "encode": ("residual", "density", "symbol"),
@@ -253,7 +252,7 @@ def _quantized(case: Case, grad: Tensor, residual: Tensor) -> Work:
         layout: Any = BlockLayout(numel=case.numel, bits=case.bits)
     else:
         columns = min(_MOST_COLUMNS, 1 << case.numel.bit_length() // 2)
-        layout = MatrixLayout(rows=case.numel // columns, columns=columns, **CODES[case.code])
+        layout = MatrixLayout(rows=case.numel // columns, columns=columns, bits=CODES[case.code])
     name = case.op.removeprefix("de")
 
     def send(ops: Ops, residual: Tensor, message: Sequence[Tensor]) -> None:

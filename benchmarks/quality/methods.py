@@ -17,7 +17,6 @@ _MATRICES = ["attention", "mlp", "embedding", "head", "other"]
 _CODES: dict[str, tuple[dict[str, Any], float, tuple[float, ...]]] = {
     "2 bits": ({"bits": 2}, 0.88, (4.5e-3, 6e-3, 9e-3)),
     "1 bit": ({"level": 1.3}, 0.83, (4.5e-3, 6e-3, 9e-3)),
-    "1 of 8": ({"group": 8}, 0.35, (6e-3, 9e-3, 1.2e-2)),
 }
 
 
@@ -47,9 +46,9 @@ class Method:
 def method_of(name: str) -> Method:
     """The method of a name, of a line of the paired comparison, or of a site.
 
-    Every matrix is sent alike, however small. A name has parts: ``matrix, 1 bit, measured lead,
-    bfloat16 residual, changes in 2 bits``, or ``4 bits, none, stochastic``. A site's has options of
-    the exchange: ``sites, every 32, 4 bits, outer momentum 0.5, delay 4``.
+    Every matrix is sent alike, however small. A name has parts: ``matrix, 1 bit, bfloat16 residual,
+    changes in 2 bits``, or ``4 bits, none, stochastic``. A site's has options of the exchange:
+    ``sites, every 32, 4 bits, outer momentum 0.5, delay 4``.
 
     Raises:
         ValueError: if it has a part that is not known.
@@ -76,8 +75,6 @@ def method_of(name: str) -> Method:
     for part in parts:
         if part == "bfloat16 residual":
             rule["feedback"]["dtype"] = "bfloat16"
-        elif part == "measured lead":
-            rule["feedback"]["lead"] = "measured"
         elif part in ("stochastic", "nearest"):
             rule["codec"]["rounding"] = part
         elif found := re.fullmatch(r"changes in (\d) bits", part):
@@ -181,18 +178,11 @@ LINES = {
     "4 bits": "4 bits, residual, bfloat16 residual",
     "2 bits": "matrix, 2 bits",
     "1 bit": "matrix, 1 bit",
-    "1 of 8": "matrix, 1 of 8",
-    "2 bits, measured lead": "matrix, 2 bits, measured lead",
-    "1 bit, measured lead": "matrix, 1 bit, measured lead",
-    "1 of 8, measured lead": "matrix, 1 of 8, measured lead",
     "changes in 8 bits": "dense, changes in 8 bits",
     "changes in 4 bits": "dense, changes in 4 bits",
     "changes in 2 bits": "dense, changes in 2 bits",
     "4 bits, changes in 4 bits": "4 bits, residual, bfloat16 residual, changes in 4 bits",
     "1 bit, changes in 2 bits": "matrix, 1 bit, bfloat16 residual, changes in 2 bits",
-    "1 of 8, measured lead, changes in 2 bits": (
-        "matrix, 1 of 8, measured lead, bfloat16 residual, changes in 2 bits"
-    ),
     "8 bits, stateless": "8 bits, none, stochastic",
     "4 bits, stateless": "4 bits, none, stochastic",
     "4 bits in blocks of 32, stateless": "4 bits in blocks of 32, none, stochastic",

@@ -174,8 +174,7 @@ def _whole(name: str, sites: int) -> Setting:
 
 _DDP = replace(DENSE, ddp=True)
 _LLAMA = (
-    "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "half-bit",
-    "stateless",
+    "attn-only", "thrifty", "one-bit", "hosts", "hybrid", "loco-4bit", "two-bit", "stateless",
 )  # fmt: skip
 _LARGER = {"width": 128, "layers": 4, "heads": 4}
 _HALF = {"half": True, "windows": 1024, "evaluations": 3}
@@ -183,10 +182,8 @@ _BF16: dict[str, Any] = {
     "shape": _LARGER | {"batch": 4},
     "steps": 300,
     "rate": 4.5e-3,
-    "lines": (
-        "1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits", "1 of 8, measured lead",
-    ),
-}  # fmt: skip
+    "lines": ("1 bit", "hosts", "attn-only", "thrifty", "4 bits", "2 bits"),
+}
 _LARGE = {"width": 544, "layers": 6, "heads": 17, "ranks": 2, "batch": 4}
 
 # After the first setting, each one changes one thing.

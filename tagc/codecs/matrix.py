@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tagc.codecs.config import CodecConfig, Steps, unit
 from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
@@ -21,10 +21,9 @@ class MatrixConfig(CodecConfig):
     """Every element of a matrix in `bits`, with a scale for each row and each column.
 
     The scales follow the gradient of the step, which is a sum of outer products. After division by
-    them, elements are closer to Gaussian, and a few bits go a long way. With a `group`, that many
-    neighbours in a row share one code: which of them is the largest, and its sign. That is 0.5 bits
-    per element. `level` multiplies the values that codes stand for: above 1, a message carries more
-    of the gradient and the residual, and more noise. `warmup_steps` is as for the codec `sketch`.
+    them, elements are closer to Gaussian, and a few bits go a long way. `level` multiplies the
+    values that codes stand for: above 1, a message carries more of the gradient and the residual,
+    and more noise. `warmup_steps` is as for the codec `sketch`.
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "average", "none")
@@ -33,18 +32,10 @@ class MatrixConfig(CodecConfig):
     """The codec's name."""
     bits: Annotated[Literal[1, 2], unit("bits per code")] = 1
     """Size of a code."""
-    group: Annotated[Literal[1, 8], unit("elements")] = 1
-    """How many neighbours in a row share one code; above 1 with bits 1 only."""
     level: Annotated[float, Field(ge=0.5, le=2, allow_inf_nan=False), unit("factor")] = 1.0
     """Factor on the values that codes stand for."""
     warmup_steps: Steps = 0
     """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
-
-    @model_validator(mode="after")
-    def _check_group(self) -> Self:
-        if self.group > 1 and self.bits > 1:
-            raise ValueError(f"bits {self.bits}: a group of {self.group} needs bits 1")
-        return self
 
     @property
     def needs_matrices(self) -> bool:
@@ -65,16 +56,15 @@ class MatrixPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """'matrix' with bits or group, and level."""
+        """'matrix' with bits and level."""
         first = self.layouts[0]
         level = f" level {first.level:g}" if first.level != 1 else ""
-        size = f"1 of {first.group}" if first.group > 1 else f"int{first.bits}"
-        return f"matrix {size}{level}"
+        return f"matrix int{first.bits}{level}"
 
     @property
-    def nominal_bits(self) -> float:
-        """Bits of a code, divided by the number of elements that share it."""
-        return self.layouts[0].width / self.layouts[0].group
+    def nominal_bits(self) -> int:
+        """Bits of a code."""
+        return self.layouts[0].bits
 
     @property
     def overshoot(self) -> float:
@@ -90,7 +80,7 @@ class MatrixPlan(CodecPlan):
             m.count
             * (
                 destinations * (7 * m.columns + 8)
-                + sources * (4 * m.rows + 2 * m.row_words * m.places * m.group)
+                + sources * (4 * m.rows + 2 * m.row_words * m.places)
             )
             for m in self.matrices.runs
         )
@@ -144,9 +134,7 @@ def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
     """The sizes of one segment's matrices."""
     return MatrixPlan(
         layouts=tuple(
-            MatrixLayout(
-                rows=rows, columns=n, bits=config.bits, group=config.group, level=config.level
-            )
+            MatrixLayout(rows=rows, columns=n, bits=config.bits, level=config.level)
             for matrices in request.matrices
             for rows, n in matrices
         ),

@@ -30,7 +30,6 @@ _DECADES, _POINTS = 2, 40
 UNTUNED: dict[str, float] = {
     "attn-only": 0.007,
     "auto": 0.001,
-    "half-bit": 0.209,
     "hosts": -0.001,
     "hybrid": 0.001,
     "loco-4bit": -0.002,

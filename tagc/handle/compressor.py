@@ -296,7 +296,7 @@ class Compressor(Handle):
         their rates by it and divides AdamW's decay by it; afterwards it restores the groups.
         Parameters that stay uncompressed keep their rate. Schedules are not affected. Optimizers
         without a second moment (SGD, Muon, Lion) are left alone; tagc warns if Muon or Lion gets
-        gradients in 1 bit or less. Call it on all ranks, after ``tagc.wrap`` and before you load a
+        gradients in 1 bit. Call it on all ranks, after ``tagc.wrap`` and before you load a
         state, which then includes the factors.
 
         Args:

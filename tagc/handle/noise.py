@@ -74,14 +74,14 @@ class NoiseFactors:
         return found
 
     def in_a_bit(self) -> set[int]:
-        """Parameters, by ``id(parameter)``, whose gradients have codes of 1 bit or less."""
+        """Parameters, by ``id(parameter)``, whose gradients have codes of 1 bit."""
         found: set[int] = set()
         for unit, reducers in self._units:
             names = {
                 param.name
                 for reducer in reducers
                 for segment in reducer.plan.compressed
-                if (segment.codec.nominal_bits or math.inf) <= 1
+                if segment.codec.nominal_bits == 1
                 for param in segment.params
             }
             # A flat parameter has many of them; codes of so few bits refuse it.
@@ -257,7 +257,7 @@ def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if names and (few := held & noise.in_a_bit()):
         warn(
-            f"{names[0]} holds {len(few)} parameters whose gradients are sent in 1 bit or less, "
+            f"{names[0]} holds {len(few)} parameters whose gradients are sent in 1 bit, "
             "and loses a few percent with them: send these in 2 bits, as policy 'two-bit' does "
             "(docs/policies.md, Muon and Lion)"
         )

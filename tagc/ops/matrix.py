@@ -14,27 +14,25 @@ less so in embeddings (measured in docs/records/quality.md). Every step computes
 * ``f_i`` of the row: a number of 4 significant bits, stored as a byte. Its upper 12 bits as a
   float32 are the byte plus the matrix's ``base``, which follows from the largest column's sum, so
   rows do not depend on each other. ``f_i`` is fitted to the row once ``v`` is known, so that a
-  row's residual never has more energy than the row had (if all codes have the same size, and for
-  levels below 2). With the row's root mean square, the residual could grow where one element is
-  much larger than the rest.
+  row's residual never has more energy than the row had (with 1 bit, and for levels below 2). With
+  the row's root mean square, the residual could grow where one element is much larger than the
+  rest.
 
 Every element has a code ``q`` of ``bits`` bits, ``-2**(bits - 1) <= q < 2**(bits - 1)``, that
 stands for ``(2 q + 1) * f_i * v_j``. No code stands for zero, and a code of 1 bit is the element's
-sign. With a ``group``, that many neighbours in a row share one code. It says which of them is the
-largest in units of its ``v``, and that element's sign. The element decodes to ``f_i * v_j`` with
-this sign, the others to 0.
+sign.
 
-If all codes have the same size (1 bit, or a group), ``f_i`` is the least squares fit of the decoded
-row to the row, times ``level``. Otherwise it is the row's mean magnitude in units of ``v``, times
-``level``, times a factor that suits a Gaussian.
+With 1 bit, ``f_i`` is the least squares fit of the decoded row to the row, times ``level``. With
+more it is the row's mean magnitude in units of ``v``, times ``level``, times a factor that suits a
+Gaussian.
 
 Products ``(2 q + 1) * f_i * v_j`` have at most 8 significant bits, so they are exact in float32,
 with or without fused multiply-add.
 
 A matrix's message is ``[base | v | f | codes]`` of int32: eight columns per word, the first in the
 lowest 4 bits; four rows per word, the first in the lowest byte; each row's codes begin a new word.
-A row of ``n`` codes of ``w`` bits takes ``m = ceil(n * w / 32)`` words, and its code ``i * m + j``
-is in bits ``[w * i, w * (i + 1))`` of word ``j``. Neighbours lie in neighbouring words, as in
+A row of ``n`` codes takes ``m = ceil(n * bits / 32)`` words, and its code ``i * m + j`` is in bits
+``[bits * i, bits * (i + 1))`` of word ``j``. Neighbours lie in neighbouring words, as in
 :mod:`tagc.ops.blocks`.
 """
 
@@ -50,8 +48,6 @@ import torch
 from torch import Tensor
 
 BITS = (1, 2)
-# Neighbours that may share a code, and the bits of that code: place and sign of one of them.
-GROUP, GROUP_WIDTH = 8, 4
 # By bits: half the distance between the values of neighbouring codes, in units of the mean
 # magnitude, that minimizes the squared error of a Gaussian. A fit needs no such factor.
 _DISTANCE = {1: 1.0, 2: 0.624}
@@ -81,8 +77,7 @@ class MatrixLayout:
 
     Attributes:
         rows, columns: size of the part of the matrix that a shard holds.
-        bits: bits of a code if every element has one.
-        group: number of neighbours that share a code: ``GROUP``, or 1 if none do.
+        bits: bits of a code.
         level: factor on the values that codes stand for. Above 1, a message carries more of the
             residual, and more noise.
         count: number of matrices of this shape, one after the other in a row of a tensor. Each has
@@ -92,7 +87,6 @@ class MatrixLayout:
     rows: int
     columns: int
     bits: int = 1
-    group: int = 1
     level: float = 1.0
     count: int = 1
 
@@ -103,10 +97,6 @@ class MatrixLayout:
             raise ValueError(f"count must be at least 1, got {self.count}")
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
-        if self.group not in (1, GROUP):
-            raise ValueError(f"group must be 1 or {GROUP}, got {self.group}")
-        if self.group > 1 and self.bits > 1:
-            raise ValueError(f"with a group of {self.group}, bits must be 1, got {self.bits}")
         if not 0.25 <= self.level < 4:
             raise ValueError(f"level must be in [0.25, 4), got {self.level}")
 
@@ -126,36 +116,26 @@ class MatrixLayout:
         return self.count * self.rows * self.columns
 
     @cached_property
-    def width(self) -> int:
-        """Bits of a code."""
-        return self.bits if self.group == 1 else GROUP_WIDTH
-
-    @cached_property
-    def codes(self) -> int:
-        """Number of codes of a row."""
-        return -(-self.columns // self.group)
-
-    @cached_property
     def row_words(self) -> int:
         """int32 words of a row's codes."""
-        return -(-self.codes // self.places)
+        return -(-self.columns // self.places)
 
     @cached_property
     def places(self) -> int:
         """Number of codes in a word, a power of two."""
-        return 32 // self.width
+        return 32 // self.bits
 
     @cached_property
     def word_lanes(self) -> int:
         """Number of words of a row that are summed side by side.
 
-        A row has one number for every code. They are summed in a table ``[places, word_lanes]``:
-        the number of code ``i`` of word ``j`` is added to entry ``[i, j % word_lanes]``, in the
-        order of words; missing codes count as 0. Then neighbouring words are added, pair by pair,
-        until each place has one number. Then the second half of the places is added to the first,
-        until one number is left.
+        The numbers of a row's elements are summed in a table ``[places, word_lanes]``: that of the
+        code ``i`` of word ``j`` is added to entry ``[i, j % word_lanes]``, in the order of words;
+        missing elements count as 0. Then neighbouring words are added, pair by pair, until each
+        place has one number. Then the second half of the places is added to the first, until one
+        number is left.
         """
-        return SPAN // (self.places * self.group)
+        return SPAN // self.places
 
     @cached_property
     def words_at_a_time(self) -> int:
@@ -180,7 +160,7 @@ class MatrixLayout:
 
     @cached_property
     def fitted(self) -> bool:
-        """Whether all codes of a row stand for values of one size, which is fitted to the row."""
+        """Whether a row's codes stand for values of one size, which is fitted to the row."""
         return self.bits == 1
 
 
@@ -255,19 +235,15 @@ class MatrixOps(Protocol):
            ``max(t)`` shifted right by 1, minus the logarithm of the number of rows, rounded down.
            The base is ``8 * a - CENTRE`` (it includes finite elements of rows that are not finite).
            If ``a`` is below ``MIN_EXPONENT``, the base is 0, and all finite rows are ``NOTHING``.
-        4. Codes stand for all elements, or for the first element of each group with the largest
-           ``|x * (1 / v)|`` (which rounds twice; the last group of a row may be short).
-        5. A row's scale is the sum over codes of ``u * v`` divided by that of ``v * v`` if
-           ``fitted``, else that of ``u`` divided by that of ``v`` (in the order of
+        4. A row's scale is the sum of ``u * v`` divided by that of ``v * v`` if ``fitted``, else
+           the sum of ``u`` divided by that of ``v`` (in the order of
            :attr:`MatrixLayout.word_lanes`), times ``float32(distance)``. With ``t`` the bits of the
            scale plus 2**19, shifted right by 20, the row's byte is ``t - base``, at most 254. It is
            ``NOTHING`` if that is below 1, and ``NOT_FINITE`` if the row has an element that is not
            finite. Rows with ``NOTHING`` or ``NOT_FINITE`` have codes 0.
-        6. Codes are ``floor(y * 0.5)``, clipped, with ``y = (x * (1 / f)) * (1 / v)``, which rounds
-           four times. With a group, a code is the element's place in the group, plus ``group`` if
-           the sign bit of its ``x`` is set.
-        7. ``left = x - (2 q + 1) * f * v``, or with a group ``x`` minus or plus ``f * v`` at the
-           code's place, rounded once. It becomes the residual as in
+        5. Codes are ``floor(y * 0.5)``, clipped, with ``y = (x * (1 / f)) * (1 / v)``, which rounds
+           four times.
+        6. ``left = x - (2 q + 1) * f * v``, rounded once. It becomes the residual as in
            :meth:`tagc.ops.blocks.BlockOps.quantize`. Rows that are not finite keep their residual.
 
         Args:
@@ -291,8 +267,8 @@ class MatrixOps(Protocol):
         """Add up messages: ``out[k] = (sum over r of the values of message k, r) / divisor``.
 
         Terms are exact in float32; they are added in the order of ``r``, starting from the first,
-        then divided (IEEE), then rounded to ``out``'s dtype. Elements that no group's code points
-        to, and rows that are ``NOTHING``, are +0. Rows that are ``NOT_FINITE`` are NaN.
+        then divided (IEEE), then rounded to ``out``'s dtype. Rows that are ``NOTHING`` are +0. Rows
+        that are ``NOT_FINITE`` are NaN.
 
         Args:
             message: ``[K, R, words]`` int32.

@@ -17,7 +17,7 @@ from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.exact import ExactLayout
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import BITS as MATRIX_BITS
-from tagc.ops.matrix import GROUP, AnyMatrices, Matrices, MatrixLayout
+from tagc.ops.matrix import AnyMatrices, Matrices, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
 
@@ -129,9 +129,8 @@ def every_call() -> Iterator[Call]:
         yield from block_calls(layout, *chosen)
         yield dithered_call(layout, chosen[0][0])
     counts = itertools.cycle((1, 2, 2, 1))
-    codes = [*((bits, 1) for bits in MATRIX_BITS), (1, GROUP)]
-    for (bits, group), columns in itertools.product(codes, (72, 5000)):
-        layout = MatrixLayout(rows=11, columns=columns, bits=bits, group=group, count=next(counts))
+    for bits, columns in itertools.product(MATRIX_BITS, (72, 5000)):
+        layout = MatrixLayout(rows=11, columns=columns, bits=bits, count=next(counts))
         chosen = next(dtypes), next(averages), next(divisors)
         yield from matrix_calls(layout, *chosen)
         others = replace(layout, rows=5, columns=columns + 13), replace(layout, rows=30)

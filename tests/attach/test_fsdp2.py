@@ -199,7 +199,7 @@ def shapes(model: Any) -> dict[str, list[tuple[int, int]]]:
 @on_ranks(2, 3)
 def test_shards_of_every_kind(rank: int, world_size: int) -> None:
     """That nothing is lost is in `tests/parity` and in `tests/collect/test_conservation.py`."""
-    assert shapes(wrap(layers(), matrices(["deep", "*.weight"], group=8))) == {
+    assert shapes(wrap(layers(), matrices(["deep", "*.weight"]))) == {
         # 3 + 24 scales are fewer than 3 * (6 + 4), but two matrices' are fewer than 2 + 24.
         "deep": [(3, 24)] if world_size == 2 else [(6, 4)] * 2,
         "tall.weight": [(-(-7 // world_size), 24)],

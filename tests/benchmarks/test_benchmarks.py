@@ -147,7 +147,7 @@ def test_an_aggregator_adds_sketches_without_decoding(
         ("network-hosts-quiet", "0.878 s | 0.813 s | 0.817 s | 1.044 s |"),
         ("convergence", "| matrix, 1 bit | 1.12 |  | 0.006 | 1.2309 | 0.0021 | 3 | -0.25% |"),
         ("convergence-small", "| 4 bits, momentum | 4.06 |  | 0.002 | 1.7851 |  | 1 | +0.67% |"),
-        ("paired", "| 1 of 8, measured lead | -1.90% ± 0.50 (5) |"),
+        ("paired", "| 1 bit | -0.58% ± 0.56 (5) |"),
         ("untuned", "| one-bit | 0.001 | 1 | 2.4520 | 0.0000 | 1 | +0.4% | 1.72 | 100% |"),
         ("aggregate", "| sketch of a shared 5%, int8x4 | 0.78 | 51157 | 16.99× |"),
         ("exact", "| 0.0003 | 200 | 1.82 | 2.91 | 16.9× | 8.8× |"),

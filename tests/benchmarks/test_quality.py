@@ -31,7 +31,7 @@ from tagc.policy import Policy
 
 SHAPE = Shape(width=32, heads=1, layers=1, context=16, ranks=2, batch=2)
 pytestmark = pytest.mark.timeout(600)
-METHOD = method_of("matrix, 1 of 8")
+METHOD = method_of("matrix, 1 bit")
 
 
 def made(comparison: Comparison, loss_of: Callable[[Run], float]) -> list[Run]:
@@ -129,7 +129,7 @@ def test_rotated_products_depend_on_distances_alone() -> None:
 # Training on real ranks
 
 RUN = Run(
-    method=method_of("matrix, 1 of 8"),
+    method=method_of("matrix, 1 bit"),
     shape=SHAPE,
     steps=4,
     rate=1e-3,
@@ -140,8 +140,8 @@ RUN = Run(
 @on_ranks(2, timeout=300)
 def test_a_run_says_what_it_sent(rank: int, world_size: int) -> None:
     found = train(RUN)
-    # 4 bits for 8 elements, and the scales of short rows and columns.
-    assert 0.5 < found["bits"] < 3
+    # 1 bit, and the scales of short rows and columns.
+    assert 1 < found["bits"] < 3
     assert "parameter_bits" not in found
     assert list(found["losses"]) == ["1", "2", "3", "4"]
     assert len(found["norms"]) == 4

@@ -20,11 +20,9 @@ from support.layouts import Kept, Layout, kept, totals
 from support.marks import slow
 from support.small_net import local_weights
 from support.states import (
-    MATRIX,
     POLICIES,
     SAVERS,
     load,
-    rules,
     save,
     set_weights,
     shipped,
@@ -186,8 +184,6 @@ def test_what_is_owed_lies_where_the_gradient_does(layout: Layout) -> None:
     """Under the parameter's name: what is not sent in the first step is the gradient itself. Ranks
     of a host owe their sum, tensor-parallel ones their parts."""
     policy = of("sketch", layout)
-    if layout in DDP:
-        policy = rules(MATRIX, {"kind": "residual"})
     ranks = run_ranks(first_step, layout.ranks, layout, policy)
     together = layout.tensor or layout.per_host or 1
     for first in range(0, layout.ranks, together):

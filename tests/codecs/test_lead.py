@@ -21,7 +21,6 @@ from tagc.plan import UnitPlan
 EXACT: Any = {"rtol": 0, "atol": 0}
 CODECS: dict[str, dict[str, Any]] = {
     "matrix 1 bit": {"kind": "matrix", "level": 1.3},
-    "matrix 1 of 8": {"kind": "matrix", "group": 8},
     "sketch": {"kind": "sketch", "density": 0.1, "symbol": "int8x4"},
 }
 
@@ -40,7 +39,7 @@ def last_sums(reducer: UnitReducer) -> list[Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("codec", "op"), [("matrix 1 of 8", "AVG"), ("sketch", "SUM")])
+@pytest.mark.parametrize(("codec", "op"), [("matrix 1 bit", "AVG"), ("sketch", "SUM")])
 def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: str, op: str) -> None:
     """Operation by operation, in float32; nothing of it changes what is sent or owed."""
     lead = 0.3

@@ -53,9 +53,9 @@ def test_matrices_of_several_shapes_are_sent_like_one_after_the_other(owners, co
 @pytest.mark.parametrize(
     "layouts",
     [
-        [MatrixLayout(rows=16, columns=16, group=8)] * 16,
+        [MatrixLayout(rows=16, columns=16)] * 16,
         [MatrixLayout(rows=3, columns=1)] * 16,
-        [MatrixLayout(rows=64, columns=64, group=8), MatrixLayout(rows=3, columns=1)],
+        [MatrixLayout(rows=64, columns=64), MatrixLayout(rows=3, columns=1)],
         [MatrixLayout(rows=64, columns=1000, bits=2), MatrixLayout(rows=32, columns=900, bits=2)],
     ],
 )

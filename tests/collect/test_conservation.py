@@ -42,7 +42,6 @@ CODECS: dict[str, dict[str, Any]] = {
     "shared int32x1": {"kind": "sketch", "density": 0.3, "symbol": "int32x1", "support": "shared"},
     "matrix 1": {"kind": "matrix", "level": 1.3},
     "matrix 2": {"kind": "matrix", "bits": 2},
-    "matrix groups": {"kind": "matrix", "group": 8},
     "matrix warm": {"kind": "matrix", "bits": 2, "warmup_steps": 2},
     "sketch warm": {"kind": "sketch", "density": 0.3, "symbol": "int8x4", "warmup_steps": 3},
 }
@@ -134,7 +133,7 @@ RARE = [
     case("hosts 4", "shared int8x4", "float32", "grid"),
     case("hosts 4", "matrix warm", "lead", "normal"),
     case("replicas 4", "sketch int32x1", "float32", "grid"),
-    case("replicas 4", "matrix groups", "bfloat16", "normal"),
+    case("replicas 4", "matrix 1", "bfloat16", "normal"),
     case("replicas 3", "matrix 2", "lead", "grid"),
     case("FSDP1 4", "sketch int8x4", "lead", "grid"),
     case("FSDP1 4", "shared int8x4", "bfloat16", "normal"),
@@ -239,7 +238,7 @@ def test_what_is_not_finite_shows_once(
     [
         case("flat 3", "shared int32x1"),
         case("hosts 4", "sketch int16x2"),
-        case("replicas 4", "matrix groups"),
+        case("replicas 4", "matrix 1"),
     ],
 )
 def test_bytes_are_what_the_plan_says(rank: int, world_size: int, route: str, codec: str) -> None:

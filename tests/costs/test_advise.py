@@ -132,7 +132,7 @@ def test_ddp(shapes: str, tmp_path: Path, capsys: Any) -> None:
     assert bytes_of(table["loco-4bit"][5]) == pytest.approx(20 * 2**20 + plan.memory.peak, rel=1e-3)
     left_out = {name for name in data_parallel_policies() if tagc.Policy.load(name).parameters}
     assert set(table) == {"dense fp32", "dense bf16"} | (
-        set(data_parallel_policies()) - {"dense", "half-bit"} - left_out
+        set(data_parallel_policies()) - {"dense"} - left_out
     )
     assert f"{', '.join([*sorted(left_out), str(mine)])}: not compared: rules for parameters" in out
     # On two hosts of two ranks a host sends two halves of what one rank of two would.

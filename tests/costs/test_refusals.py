@@ -85,6 +85,13 @@ def test_command_lines(argv: list[str], message: str, capsys: Any) -> None:
     assert message in refused(capsys, *argv)
 
 
+def test_a_policy_for_replicas_with_ddp(tmp_path: Path, capsys: Any) -> None:
+    rules = [{"when": {}, "codec": {"kind": "quantized"}}]
+    mine = written(tmp_path / "mine.yaml", {"schema": 1, "gradients": rules, "replicas": rules})
+    error = refused(capsys, *OF_1M, "4", "--ddp", "--policy", str(mine))
+    assert "with DDP and replicate() all ranks are replicas" in error
+
+
 NAMES = (f"layers.{DIGITS}.w", "a\0b", "\ud800", "")
 SIZES: tuple[list[int], ...] = ([10**400], [10**9, 10**9], [1] * 17)
 CHANGES: tuple[dict[str, Any], ...] = (

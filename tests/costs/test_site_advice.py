@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_plan() -> None:
     assert "training waits for every exchange" in str(small)
 
 
-def test_of_the_command(capsys: Any) -> None:
+def test_of_the_command(tmp_path: Path, capsys: Any) -> None:
     given = ["advise", "--params", "1e8", "--sites", "4", "--bandwidth", "200Mbit"]
     assert main([*given, "--latency", "50ms", "--step-time", "1s"]) == 0
     text = capsys.readouterr().out
@@ -83,10 +84,12 @@ def test_of_the_command(capsys: Any) -> None:
     every = {name: cells[0] for name, *cells in table if cells}
     assert (every["sites"], every["sites-thin"], every["loco-4bit"]) == ("32", "80", "1")
     assert "sites-thin waits least" in text
-    assert main([*given, "--json"]) == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{schema: 1, extends: hybrid, replicas: [{when: {}, codec: {kind: dense}}]}")
+    assert main([*given, "--json", "--policy", str(mine)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {"dense bf16", "sites"} <= {cost["name"] for cost in data["candidates"]}
-    assert "half-bit" in data["refused"]
+    assert data["refused"] == {str(mine): "it has rules for replicas"}
 
 
 def test_the_memory_of_units_that_are_exchanged_at_once() -> None:

@@ -35,8 +35,6 @@ def words(case: Case) -> list[int]:
         (MatrixLayout, {"rows": 1, "columns": 0}, "a matrix has columns, got 1 x 0"),
         (MatrixLayout, {"rows": 1, "columns": 1, "count": 0}, "count must be at least 1, got 0"),
         (MatrixLayout, {"rows": 1, "columns": 1, "bits": 3}, r"one of \(1, 2\), got 3"),
-        (MatrixLayout, {"rows": 1, "columns": 1, "group": 4}, "group must be 1 or 8, got 4"),
-        (MatrixLayout, {"rows": 1, "columns": 1, "group": 8, "bits": 2}, "bits must be 1, got 2"),
         (MatrixLayout, {"rows": 1, "columns": 1, "level": math.nan}, r"in \[0.25, 4\), got nan"),
     ],
 )
@@ -51,7 +49,7 @@ def test_words_of_layouts():
     assert (layout.scale_words, layout.block_words, layout.words) == (2, 32, 2 + 4 * 32)
     assert BlockLayout(numel=0, bits=8).words == 0
     layout = MatrixLayout(rows=5, columns=70, bits=2)
-    assert (layout.numel, layout.width, layout.codes, layout.row_words) == (350, 2, 70, 5)
+    assert (layout.numel, layout.places, layout.row_words) == (350, 16, 5)
     assert layout.head == (1, 9, 2)
     assert layout.words == 1 + 9 + 2 + 5 * 5
     assert MatrixLayout(rows=0, columns=5).words == 0
@@ -113,26 +111,6 @@ def test_a_matrix_written_out():
     f = 2.0**-7 * 3
     out = decode.run(REFERENCE, Tensor.clone)["out"][0]
     assert out.tolist() == [4.0, -3.0, f, -4.0, 3.0, f, 0.0, 0.0, 0.0]
-
-
-def test_groups_written_out():
-    """Nine groups of 8 and eight codes a word: code ``2 i + j`` is in place i of word j."""
-    grad = torch.ones(1, 9 * 8)
-    places = [3, 0, 7, 5, 1, 2, 6, 4, 0]
-    for t, place in enumerate(places):
-        grad[0, 8 * t + place] = -1.125 if t % 2 else 1.125
-    encode, decode = matrix(grad, 1, 8, divisor=1)
-    codes = [place + 8 * (t % 2) for t, place in enumerate(places)]
-    found = words(encode)
-    # All columns have scale 1, and the row's is 1.125; the largest sum is that, of exponent 127.
-    assert found[0] == 8 * 127 - 136
-    assert found[1:10] == [0xFFFF_FFFF] * 9
-    assert found[10] == 0x3F9 - found[0]
-    assert found[11:] == [
-        sum(code << 4 * i for i, code in enumerate(codes[j::2])) for j in range(2)
-    ]
-    out = decode.run(REFERENCE, Tensor.clone)["out"][0]
-    assert torch.equal(out, torch.where(grad[0].abs() == 1.125, grad[0], 0.0))
 
 
 def test_of_what_is_too_small_nothing_is_sent():

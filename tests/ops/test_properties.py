@@ -57,17 +57,17 @@ def test_what_blocks_send_plus_what_stays_is_what_was_there(pairs, form):
         assert bool((off <= exact.abs() * 2.0**-8 + 2.0**-134).all())
 
 
-@given(pairs_of, st.integers(1, 6), st.sampled_from([1, 8]), st.sampled_from([0.5, 1.0, 2.0]))
+@given(pairs_of, st.integers(1, 6), st.sampled_from([0.5, 1.0, 2.0]))
 @examples
-def test_what_matrices_send_plus_what_stays_is_what_was_there(pairs, rows, group, level):
-    """Within half a unit in the last place of what stays; to the bit where no code points. And with
-    codes of one size, what stays of a row has no more energy than the row: a fit's is
-    `(2 - s) s` of it, with `s` the level times at most 1 + 2**-4 by rounding."""
+def test_what_matrices_send_plus_what_stays_is_what_was_there(pairs, rows, level):
+    """Within half a unit in the last place of what stays, and to the bit where nothing is sent.
+    What stays of a row has no more energy than the row: a fit's is `(2 - s) s` of it, with `s` the
+    level times at most 1 + 2**-4 by rounding."""
     columns = -(-len(pairs) // rows)
     flat = torch.zeros(2, rows * columns)
     flat[:, : len(pairs)] = torch.tensor(pairs).T / 4
     x, residual = flat.view(2, rows, columns)
-    encode, decode = map(run, matrix(x, 1, group, residual[None].clone(), level=level, divisor=1))
+    encode, decode = map(run, matrix(x, 1, residual[None].clone(), level=level, divisor=1))
     left, sent = encode["residual"][0], decode["out"][0]
     there = (x + residual).flatten()
     silent = sent == 0

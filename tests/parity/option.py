@@ -166,7 +166,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "int32x1": rule({"kind": "sketch", "density": 1.0, "symbol": "int32x1"}),
     "sketch": rule({"kind": "sketch", "density": 0.3, "symbol": "int8x4"}),
     "quantized": rule({"kind": "quantized", "bits": 4, "block": 32}),
-    "matrix": rule({"kind": "matrix", "group": 8}, names=MATRICES),
+    "matrix": rule({"kind": "matrix"}, names=MATRICES),
     # Nothing changes here, so that all ranks have the exact parameters.
     "changes": rule({"kind": "quantized", "bits": 4, "block": 32}) | {"parameters": CHANGES},
 }

@@ -116,7 +116,7 @@ def test_a_plan_that_sends_more_than_dense_says_so():
         ),
         (FOUR, {"kind": "residual", "lead": 0.5}, (1024, 256), "a lead makes gradients noisier"),
         (FOUR, {"kind": "residual", "lead": 1}, (1024, 256), ""),
-        ({"kind": "matrix", "group": 8}, {}, (8192, 8), "more than twice the bits of their codes"),
+        ({"kind": "matrix"}, {}, (8192, 8), "more than twice the bits of their codes"),
     ],
 )  # fmt: skip
 def test_what_users_should_know_is_noted(

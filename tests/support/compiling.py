@@ -56,8 +56,8 @@ def others() -> None:
     CPU.prepare_thresholds()
     CPU.prepare_exact(ExactLayout(spans=(1,), dtype=BF16))
     CPU.prepare_exponents()
-    for bits, group, gradient, residual in MATRICES:
-        layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
+    for bits, gradient, residual in MATRICES:
+        layout = MatrixLayout(rows=1, columns=1, bits=bits)
         CPU.prepare_matrix(layout, gradient, residual, 0.0)
 
 

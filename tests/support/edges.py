@@ -25,8 +25,8 @@ I32, REFERENCE = torch.int32, get_ops("cpu", "reference")
 NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(F32).max
 LEAST = 2.0**-60  # mean of the largest column of a matrix
 EDGES: dict[str, Callable[[], Iterable[Case]]] = {}
-# Bits and group of matrices, with a dtype of residuals that the CPU's kernels are compiled for.
-CODES = ((1, 1, F32), (2, 1, BF16), (1, 8, F32))
+# Bits of matrices, with a dtype of residuals that the CPU's kernels are compiled for.
+CODES = ((1, F32), (2, BF16))
 
 
 def edge(name: str) -> Callable[[Callable[[], Iterable[Case]]], None]:
@@ -144,7 +144,6 @@ def _() -> Iterator[Case]:
 def matrix(
     x: Tensor,
     bits: int = 1,
-    group: int = 1,
     residual: Tensor | torch.dtype | None = F32,
     *,
     average: float = 0.0,
@@ -155,7 +154,7 @@ def matrix(
     """Quantize matrices ``[rows, columns]`` or ``[D, rows, columns]``, then add up the messages."""
     x = x[None] if x.ndim == 2 else x
     rows, columns = x.shape[1:]
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, group=group, level=level)
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, level=level)
     left = torch.zeros_like(x, dtype=residual) if isinstance(residual, torch.dtype) else residual
     tensors = {
         "grad": x.flatten(1),
@@ -199,12 +198,7 @@ def on_edge(edge: float, rng: np.random.Generator) -> Tensor:
 def _() -> Iterator[Case]:
     rng = np.random.default_rng(2)
     yield from matrix(on_edge(1.25, rng).T.contiguous())
-    rows = on_edge(1.0625, rng)
-    yield from matrix(rows)
-    # Of each group one, which takes turns, so that all columns have the same scale.
-    groups = torch.zeros(64, 64, 8)
-    groups[torch.arange(64), :, torch.arange(64) % 8] = rows
-    yield from matrix(groups.flatten(1), group=8)
+    yield from matrix(on_edge(1.0625, rng))
     below = np.float32(1.0625) / np.float32(0.624)
     while below * np.float32(0.624) >= 1.0625:
         below = np.nextafter(below, np.float32(0))
@@ -213,10 +207,10 @@ def _() -> Iterator[Case]:
 
 @edge("matrix: rows that are summed in chunks, some of them not finite")
 def _() -> Iterator[Case]:
-    for (bits, group, dtype), more in zip(CODES, (1, 104, 7), strict=True):
+    for (bits, dtype), more in zip(CODES, (1, 104), strict=True):
         x = random_matrix((2, 2, SPAN + more), np.random.default_rng(more))
         x[1, 1, 600] = NAN
-        yield from matrix(x, bits, group, (x / 8).to(dtype), average=0.9)
+        yield from matrix(x, bits, (x / 8).to(dtype), average=0.9)
 
 
 @edge("matrix: the largest row comes last, and its byte is at most 254")
@@ -230,51 +224,41 @@ def _() -> Iterator[Case]:
 def _() -> Iterator[Case]:
     rng = np.random.default_rng(5)
     factors = torch.tensor([1, 1e-3, 1e-30, 30, 1, 0.0, 1e-2, 1e-4])[:, None]
-    for bits, group, dtype in CODES:
-        yield from matrix(random_matrix((1, 8, 70), rng) * factors, bits, group, dtype)
+    for bits, dtype in CODES:
+        yield from matrix(random_matrix((1, 8, 70), rng) * factors, bits, dtype)
         for scale in (0.0, 1e-45, LEAST / 4, LEAST, 1.0):
             x = torch.full((3, 20), 1.0)
             x[2, 8] = -1e-42  # its code is negative all the same
             x[0, ::2] = -1.0
             x[1, 3] = -0.0
-            yield from matrix(x * scale, bits, group, dtype)
+            yield from matrix(x * scale, bits, dtype)
     for mean in (LEAST, 0.874 * LEAST):  # from 0.875 on it rounds to the next octave
         yield from matrix(torch.full((4, 16), mean))
 
 
-@edge("matrix: the largest numbers, and quotients that overflow")
+@edge("matrix: the largest numbers")
 def _() -> Iterator[Case]:
-    for bits, group, dtype in CODES:
+    for bits, dtype in CODES:
         x = torch.zeros(4, 40)
         x[0], x[1, ::3], x[2, 1::2] = LARGEST, -LARGEST, 2.0**64
         x[3] = torch.linspace(-3.4e38, 3.4e38, 40)
-        yield from matrix(x, bits, group, dtype, divisor=1)
-    # Quotients overflow, and so are the largest of their groups.
-    x = torch.full((3, 16), 2.0**64)
-    x[:, 4] *= 0.25
-    x[0, 0], x[0, 4] = LARGEST, 2.0**127
-    yield from matrix(x, group=8, divisor=1)
-    x = torch.zeros(2, 8)
-    x[0, 0], x[0, 1], x[1, 0] = LARGEST, 0.99 * LARGEST, 2.0**64
-    yield from matrix(x, group=8)
-    x = torch.tensor([[LARGEST, 0.9 * LARGEST, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]])
-    yield from matrix(x, group=8)
+        yield from matrix(x, bits, dtype, divisor=1)
     # Sums beyond the largest number of the output.
     *_, made = matrix(torch.full((3, 2, 33), 1e6), dtype=F16, divisor=1)
     yield made
 
 
-@edge("matrix: of equals the first, and the signs of zeros")
+@edge("matrix: the signs of zeros")
 def _() -> Iterator[Case]:
     x = torch.ones(4, 40)
     x[0, ::3], x[1] = -1.0, -1.0
     x[2, 8:16], x[3, 32:] = -0.0, 0.0
     for residual in (torch.zeros(4, 40), -0.0 * x):
-        yield from matrix(x, 1, 8, residual, average=0.25)
+        yield from matrix(x, 1, residual, average=0.25)
     x = torch.full((4, 40), -0.0)
     x[0], x[1, ::3], x[2, 1::2] = 1.0, 0.0, 1e-30
-    for bits, group, dtype in CODES:  # rows that send nothing keep the sign
-        yield from matrix(x, bits, group, x.to(dtype))
+    for bits, dtype in CODES:  # rows that send nothing keep the sign
+        yield from matrix(x, bits, x.to(dtype))
 
 
 # Sketches

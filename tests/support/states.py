@@ -43,7 +43,7 @@ def with_changes(bits: int, **more: Any) -> dict:
 
 SKETCH = {"kind": "sketch", "density": 0.3}
 QUANTIZED = {"kind": "quantized", "bits": 4, "block": 32}
-MATRIX = {"kind": "matrix", "group": 8}
+MATRIX = {"kind": "matrix", "bits": 2}
 BFLOAT16 = {"kind": "residual", "dtype": "bfloat16"}
 LEAD = {"kind": "residual", "lead": 0.4}
 # Every codec with every kind of feedback that it can have, and every switch that adds state.

@@ -191,22 +191,16 @@ def _twofold(call: Call) -> Call:
     return replace(call, rows=(2, call.rows[1]), options=tuple(options.items()))
 
 
-# bits, group, gradient, residual
-MATRICES = [
-    (1, 1, F32, F32),
-    (1, 1, F32, BF16),
-    (2, 1, BF16, F32),
-    (1, 8, F32, BF16),
-]
+# bits, gradient, residual
+MATRICES = [(1, F32, F32), (1, F32, BF16), (2, BF16, F32)]
 RARER_MATRICES = [
-    (1, 1, BF16, BF16),
-    (2, 1, F32, BF16),
-    (2, 1, F16, BF16),
-    (1, 8, F32, F32),
-    (1, 8, BF16, F32),
-    (1, 8, F32, None),
-    (1, 8, F16, BF16),
-    (2, 1, BF16, None),
+    (1, BF16, BF16),
+    (1, BF16, F32),
+    (1, F32, None),
+    (1, F16, BF16),
+    (2, F32, BF16),
+    (2, F16, BF16),
+    (2, BF16, None),
 ]
 # rows, columns, matrices, destinations, level, average, divisor, messages, kind of inputs
 MATRIX_SIZES: Table = [
@@ -228,20 +222,18 @@ MATRIX_SIZES: Table = [
 
 def _matrices(each: int | None) -> Iterator[Trial]:
     formats = MATRICES + RARER_MATRICES
-    for (bits, group, grad, residual), table in _dealt(MATRIX_SIZES, formats, each):
+    for (bits, grad, residual), table in _dealt(MATRIX_SIZES, formats, each):
         calls = []
         for rows, columns, count, D, level, average, divisor, ranks, kind in table:
-            layout = MatrixLayout(
-                rows=rows, columns=columns, bits=bits, group=group, level=level, count=count
-            )
+            layout = MatrixLayout(rows=rows, columns=columns, bits=bits, level=level, count=count)
             given = Inputs(kind=kind)
             if count == 2:
                 before = replace(layout, rows=rows + 2, count=1)
                 layout = Matrices((before, layout, replace(layout, rows=3, columns=columns + 24)))
             encoder, decoder = matrix_calls(layout, (grad, residual), average, divisor, ranks)
             calls += [(replace(encoder, rows=(D,)), given), (_twofold(decoder), given)]
-        compiled = (bits, group, grad, residual) in MATRICES
-        yield Trial.of(_name("matrix", bits, group, grad, residual), calls, compiled)
+        compiled = (bits, grad, residual) in MATRICES
+        yield Trial.of(_name("matrix", bits, grad, residual), calls, compiled)
 
 
 # symbol, gradient, residual
@@ -447,8 +439,8 @@ def shards(numel: int) -> Trial:
         layout = BlockLayout(numel=numel, bits=bits, block=block)
         for divisor in (2, 3):
             calls += block_calls(layout, (dtype, None), 0.0, divisor, 2)
-    for bits, group, columns in ((1, 1, 1001), (2, 1, 1024), (1, 8, 2050), (1, 1, TILE + 3)):
-        layout = MatrixLayout(rows=-(-numel // columns), columns=columns, bits=bits, group=group)
+    for bits, columns in ((1, 1001), (2, 1024), (1, TILE + 3)):
+        layout = MatrixLayout(rows=-(-numel // columns), columns=columns, bits=bits)
         calls += matrix_calls(layout, (BF16 if bits == 2 else F32, None), 0.0, 3, 2)
     for symbol, dtype in (("int8x4", BF16), ("int32x1", F32)):
         layout = plan_layout(numel, SYMBOLS[symbol], numel // 50)

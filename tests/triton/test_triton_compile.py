@@ -41,7 +41,6 @@ WIDE = {
     "dequantize_kernel": (4, 8),
     "quantize_matrix_kernel": (16, 8),
     "dequantize_matrix_kernel": (0, 16),
-    "dequantize_groups_kernel": (0, 16),
     "select_kernel": (4, 0),
     "keys_kernel": (0, 8),
     "write_kernel": (0, 4),
@@ -58,8 +57,8 @@ def aligned() -> Iterator[Call]:
     both = F32, F32
     for bits in BITS:
         yield from block_calls(BlockLayout(numel=1 << 14, bits=bits, block=256), both, 0.9, 3)
-    for bits, group in ((1, 1), (2, 1), (1, 8)):
-        layout = MatrixLayout(rows=64, columns=1024, bits=bits, group=group)
+    for bits in (1, 2):
+        layout = MatrixLayout(rows=64, columns=1024, bits=bits)
         yield from matrix_calls(layout, both, 0.9, 3)
     for keys in (100, 1 << 12):  # a table, and a cell for each group
         yield from encoder_calls(plan_layout(1 << 14, SYMBOLS["int8x4"], keys), both, 3)

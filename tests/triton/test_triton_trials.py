@@ -98,9 +98,9 @@ def short_of_cells() -> Iterator[Case]:
 
 
 def long_rows() -> Iterator[Case]:
-    for (bits, group, _), columns in zip(CODES, (170, 300, 600), strict=True):
+    for (bits, _), columns in zip(CODES, (170, 300), strict=True):
         x = random_matrix((1, 3, columns), np.random.default_rng(columns)).to(BF16)
-        yield from matrix(x, bits, group, x, dtype=BF16)
+        yield from matrix(x, bits, x, dtype=BF16)
 
 
 for of_format in trials(SIZES):
@@ -117,7 +117,7 @@ sized_case("a program that trims several tiles", put_off, trim={"_PROGRAMS": 2, 
 sized_case("a program with a full bin", full_bin, trim={"_PROGRAMS": 1})
 sized_case(
     "rows longer than a program's tile", long_rows,
-    matrix_dequantize={"_WORDS": 16}, matrix_groups={"_WARPS": 1}, matrix_columns={"_PROGRAMS": 1},
+    matrix_dequantize={"_WORDS": 16}, matrix_columns={"_PROGRAMS": 1},
 )  # fmt: skip
 # Steps of all launches but the last, of the last, launches, room: 63 are the least.
 for steps, last, launches, room in ((1, 1, 1, 256), (1, 1, 4, 256), (2, 3, 3, 63), (1, 0, 1, 63)):
@@ -134,8 +134,8 @@ FEW = (
     "blocks 4 float32 float32, 1",
     "blocks 4 float16 bfloat16, 3",
     "dithered 8 float16, 1",
-    "matrix 1 8 float32 float32, 1",
-    "matrix 2 1 float16 bfloat16, 1",
+    "matrix 1 float32 float32, 1",
+    "matrix 2 float16 bfloat16, 1",
     "sketch int8x4 bfloat16 bfloat16, 3",
     "exact float16 2, 1",
     "exponents bfloat16, 2",

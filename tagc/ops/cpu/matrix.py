@@ -70,7 +70,7 @@ def quantize_matrix(
             base = _find_columns(x, left, one.rows, v, columns[d])
             heads[d, 0] = base
             _quantize_rows(
-                x, left, one.rows, v, U(base), N(one.group), group_of(one.places),
+                x, left, one.rows, v, U(base), group_of(one.places),
                 F(one.distance), F(average), F(1 - average), table, rows[d], codes[d],
             )  # fmt: skip
 
@@ -86,17 +86,17 @@ def dequantize_matrix(
         for k in range(message.shape[0]):
             messages, stride = rows_of(message[k, :, words])
             _dequantize_rows(
-                messages, stride, message.shape[1], one.rows, N(one.group),
-                group_of(one.places), F(divisor), add, rows[k, elements],
+                messages, stride, message.shape[1], one.rows, group_of(one.places), F(divisor), add,
+                rows[k, elements],
             )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
 
 
 @once_a_host
-def _compile(bits: int, group: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+def _compile(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run both operators once on the smallest input of these dtypes."""
-    layout = MatrixLayout(rows=1, columns=1, bits=bits, group=group)
+    layout = MatrixLayout(rows=1, columns=1, bits=bits)
     grad = torch.ones(1, 1, dtype=gradient, device="cpu")
     left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")
     message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
@@ -111,8 +111,7 @@ def prepare_matrix(
     average: float,
 ) -> None:
     """Takes seconds for new ``bits`` or dtypes."""
-    first = layout.runs[0]
-    _compile(first.bits, first.group, gradient, residual)
+    _compile(layout.runs[0].bits, gradient, residual)
 
 
 # LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.
@@ -134,11 +133,11 @@ def _rounded_upper(x, bits):
 
 @register_jitable
 def code_sum(c, lanes, words, table):
-    """Sum of one number for every code of a row, in the order of
+    """Sum of one number for every element of a row, in the order of
     :attr:`tagc.ops.matrix.MatrixLayout.word_lanes`.
 
     Args:
-        c: ``[codes]`` float32, at most ``lanes * words``.
+        c: ``[columns]`` float32, at most ``lanes * words``.
         lanes, words: uint64, codes of a word, a power of two, and words.
         table: ``[2 * lanes * wide]`` float32, scratch; ``wide`` is a power of two, either the
             number of words that are summed side by side, or at least ``words``.
@@ -247,16 +246,13 @@ def _load_row(g, e, base, weights, x, u):
 
 
 @compiled
-def _quantize_rows(
-    g, e, rows, v, base, size, group, distance, kept, fresh, table, scales, codes
-):  # fmt: skip
+def _quantize_rows(g, e, rows, v, base, group, distance, kept, fresh, table, scales, codes):
     """Find the rows' scales and quantize all rows.
 
     Args:
         g, e: ``[rows * columns]``, as :func:`load` takes them; ``e`` is updated.
         v: ``[columns]`` float32, the columns' scales.
         base: uint32, from :func:`_find_columns`.
-        size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
         distance: float32, factor on a row's fit.
         kept, fresh: float32, shares of the old and of the new residual.
@@ -265,31 +261,23 @@ def _quantize_rows(
         codes: ``[rows * row_words]`` uint32, written.
     """
     n, lanes, width = N(v.size), N(len(group)), U(32 // len(group))
-    grouped = size > N(1)
-    count = (n + size - N(1)) // size
-    words = (count + lanes - N(1)) // lanes
+    words = (n + lanes - N(1)) // lanes
     x, u = np.empty(v.size, np.float32), np.empty(v.size, np.float32)
-    squares, place = np.empty(count, np.float32), np.empty(count, np.uint64)
     c = np.zeros(words * lanes, np.uint32)
     half, mask = F(1 << (32 // len(group) - 1)), U(U(0xFFFFFFFF) >> U(32 - width))
     inverse, weights = _ONE / v, np.ones(v.size, np.float32)
-    norm = _ONE
-    if not grouped:
-        fitted = len(group) == 32
-        for j in range(n):
-            squares[j] = v[j] * v[j] if fitted else v[j]
-            weights[j] = v[j] if fitted else _ONE
-        norm = code_sum(squares, lanes, words, table)
+    fitted = len(group) == 32
+    for j in range(n):
+        weights[j] = v[j] if fitted else _ONE
+        u[j] = v[j] * weights[j]
+    norm = code_sum(u, lanes, words, table)
     for j in range(N(scales.size)):
         scales[j] = U(0)
     for i in range(N(rows)):
         at, start = i * words, i * n
         byte = U(NOT_FINITE)
         if _load_row(g, e, start, weights, x, u):
-            if grouped:
-                _find_largest(x, u, v, inverse, size, place, squares)
-                norm = code_sum(squares, lanes, words, table)
-            byte = _byte_of(code_sum(u[:count], lanes, words, table) / norm * distance, base)
+            byte = _byte_of(code_sum(u, lanes, words, table) / norm * distance, base)
         scales[i >> N(2)] |= shift_left(byte, U(N(8) * (i & N(3))))
         if byte == U(NOTHING) or byte == U(NOT_FINITE):
             for j in range(words):
@@ -298,21 +286,13 @@ def _quantize_rows(
                 continue
         else:
             f = float_of(U(byte + base) << U(20))
-            if grouped:
-                for t in range(count):
-                    j = t * size + place[t]
-                    negative = bits_of(x[j]) > ABS
-                    step = f * v[j]
-                    x[j] = x[j] + step if negative else x[j] - step
-                    c[t] = U(place[t]) + (U(size) if negative else U(0))
-            else:
-                one = _ONE / f
-                for j in range(n):
-                    q = np.floor(x[j] * one * inverse[j] * _HALF)
-                    q = half - _ONE if q > half - _ONE else q
-                    q = -half if q < -half else q
-                    x[j] = x[j] - (_TWO * q + _ONE) * (f * v[j])
-                    c[j] = U(U(np.int32(q)) & mask)
+            one = _ONE / f
+            for j in range(n):
+                q = np.floor(x[j] * one * inverse[j] * _HALF)
+                q = half - _ONE if q > half - _ONE else q
+                q = -half if q < -half else q
+                x[j] = x[j] - (_TWO * q + _ONE) * (f * v[j])
+                c[j] = U(U(np.int32(q)) & mask)
             for j in range(words):
                 word = c[j]
                 for k in range(N(1), lanes):
@@ -328,47 +308,20 @@ def _quantize_rows(
                 store_finite(e, start + j, kept * load(e, start + j) + fresh * x[j])
 
 
-@register_jitable
-def _find_largest(x, u, v, inverse, size, place, squares):
-    """Find the first largest ``|x * inverse|`` of every ``size`` neighbours of a row.
-
-    Args:
-        x: ``[columns]`` float32.
-        u: ``[columns]`` float32, bounded magnitudes of ``x``; the first ``codes`` entries become
-            ``u * v`` of the elements found.
-        v, inverse: ``[columns]`` float32, the columns' scales and one over them.
-        place: ``[codes]`` uint64, written: places of the elements found, from 0 to ``size - 1``.
-        squares: ``[codes]`` float32, written: ``v * v`` of the elements found.
-    """
-    n = N(x.size)
-    for t in range(N(place.size)):
-        first = t * size
-        best, largest = first, F(0.0)
-        for j in range(first, min(n, first + size)):
-            # Two selections, no branch: a processor cannot predict it.
-            scaled = abs(x[j] * inverse[j])
-            best = j if scaled > largest else best
-            largest = scaled if scaled > largest else largest
-        place[t] = best - first
-        squares[t] = v[best] * v[best]
-        u[t] = u[best] * v[best]
-
-
 @compiled
-def _dequantize_rows(messages, stride, ranks, rows, size, group, divisor, add, out):
+def _dequantize_rows(messages, stride, ranks, rows, group, divisor, add, out):
     """Add up messages.
 
     Args:
         messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart; each has its
             base, the columns' scales, the rows' bytes and the codes.
         ranks: number of messages.
-        size: uint64, neighbours that share a code; 1 for none.
         group: a tuple of as many entries as a word has codes.
         divisor: float32.
         out: ``[rows * columns]``, as :func:`store` takes it.
     """
     n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))
-    words = ((n + size - N(1)) // size + lanes - N(1)) // lanes
+    words = (n + lanes - N(1)) // lanes
     scales = N(1) + (n + N(7)) // N(8)
     codes = scales + (N(rows) + N(3)) // N(4)
     v, sums = np.empty((ranks, n), np.float32), np.empty(n, np.float32)
@@ -390,11 +343,7 @@ def _dequantize_rows(messages, stride, ranks, rows, size, group, divisor, add, o
             f = float_of(U(byte + messages[first]) << U(20))
             at, column = first + codes + i * words, v[r]
             for k in range(lanes):
-                base = k * words
-                if size == N(1):
-                    _add_codes(messages, at, words, base, U(k) * width, width, f, column, sums)
-                else:
-                    _add_groups(messages, at, words, base, U(k) * width, size, f, column, sums)
+                _add_codes(messages, at, words, k * words, U(k) * width, width, f, column, sums)
         write_average(sums, n, divisor, add, out, i * n)
 
 
@@ -406,14 +355,3 @@ def _add_codes(messages, at, words, base, place, width, f, v, sums):
     for j in range(min(words, n - base) if n > base else N(0)):
         q = signed_code(shift_left(messages[at + j], U(above - place)), above)
         sums[base + j] += (_TWO * q + _ONE) * (f * v[base + j])
-
-
-@register_jitable
-def _add_groups(messages, at, words, base, bit, size, f, v, sums):
-    """Add the elements that the codes at ``bit`` of a row's words name, groups from ``base`` on."""
-    for j in range(words):
-        code = shift_right(messages[at + j], bit)
-        place = (base + j) * size + N(code & U(size - N(1)))
-        if place < N(v.size):  # always true if _quantize_rows wrote the message
-            step = f * v[place]
-            sums[place] += -step if code & U(size) else step

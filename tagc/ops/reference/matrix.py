@@ -53,20 +53,13 @@ def _quantize(
     columns, top = _columns(x)
     v = _column_scales(columns)[:, None].expand_as(x)
     base = _base(top, layout.rows)
-    place = _largest(x * (1 / v), layout.group) if layout.group > 1 else None
-    rows = _rows(x, v, place, base, layout)
+    rows = _rows(x, v, base, layout)
     f = _row_scales(rows, base)[..., None]
     sends = f > 0
     f = torch.where(sends, f, 1.0)
-    if place is None:
-        half = 1 << (layout.bits - 1)
-        q = (x * (1 / f) * (1 / v) * 0.5).floor().clamp(-half, half - 1)
-        value = 2 * q + 1
-    else:
-        negative = grouped(x, layout.group).gather(-1, place).signbit()
-        q = (place + layout.group * negative)[..., 0]
-        value = _spread(_sign(negative), place, layout)
-    left = torch.where(sends, x - value * (f * v), x)
+    half = 1 << (layout.bits - 1)
+    q = (x * (1 / f) * (1 / v) * 0.5).floor().clamp(-half, half - 1)
+    left = torch.where(sends, x - (2 * q + 1) * (f * v), x)
     codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
     message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
     if residual is None:
@@ -121,11 +114,10 @@ def _float(upper: Tensor, bits: int) -> Tensor:
 
 
 def code_sum(c: Tensor, layout: MatrixLayout) -> Tensor:
-    """Sum over the last dimension, which has a number for every code of a row, in the order of
-    :attr:`MatrixLayout.word_lanes`."""
+    """Sum over the columns, the last dimension, in the order of :attr:`MatrixLayout.word_lanes`."""
     places, words = layout.places, layout.row_words
     chunks = -(-words // layout.word_lanes)
-    c = pad(c, (0, places * words - layout.codes)).unflatten(-1, (places, words))
+    c = pad(c, (0, places * words - layout.columns)).unflatten(-1, (places, words))
     c = pad(c, (0, chunks * layout.word_lanes - words))
     total, *rest = c.unflatten(-1, (chunks, layout.word_lanes)).unbind(-2)
     for chunk in rest:
@@ -158,21 +150,12 @@ def _base(top: Tensor, rows: int) -> Tensor:
     return torch.where(exponent < MIN_EXPONENT, 0, 8 * exponent - CENTRE)
 
 
-def _largest(y: Tensor, group: int) -> Tensor:
-    """Places ``[..., codes, 1]`` of the first largest magnitudes."""
-    # Rows with a NaN send no codes, but their groups still need a place.
-    y = y.abs()
-    return grouped(torch.where(y.isnan(), 0.0, y), group).argmax(-1, keepdim=True)
-
-
-def _rows(x: Tensor, v: Tensor, place: Tensor | None, base: Tensor, layout: MatrixLayout) -> Tensor:
+def _rows(x: Tensor, v: Tensor, base: Tensor, layout: MatrixLayout) -> Tensor:
     """``[D, rows]`` int64, the scales' bytes."""
-    u, w = _bounded(x), v
-    if place is not None:
-        u, w = (grouped(t, layout.group).gather(-1, place)[..., 0] for t in (u, v))
+    u = _bounded(x)
     if layout.fitted:
-        u, w = u * w, w * w
-    fit = code_sum(u, layout) / code_sum(w, layout)
+        u, v = u * v, v * v
+    fit = code_sum(u, layout) / code_sum(v, layout)
     byte = (_upper(fit * x.new_tensor(layout.distance), 12) - base).clamp(max=254)
     byte = torch.where((byte < 1) | (base == 0), NOTHING, byte)
     return torch.where(x.isfinite().all(-1), byte, NOT_FINITE)
@@ -184,17 +167,6 @@ def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
     f = _float(rows + base, 12)
     f = torch.where(rows == NOTHING, 0.0, f)
     return torch.where(rows == NOT_FINITE, torch.nan, f)
-
-
-def _sign(negative: Tensor) -> Tensor:
-    """float32 -1 where a bool is true, 1 elsewhere."""
-    return 1.0 - 2.0 * negative.float()
-
-
-def _spread(value: Tensor, place: Tensor, layout: MatrixLayout) -> Tensor:
-    """Values ``[..., codes, 1]`` at their places, 0 elsewhere, ``[..., columns]``."""
-    zeros = value.new_zeros(*value.shape[:-1], layout.group)
-    return zeros.scatter(-1, place, value).flatten(-2)[..., : layout.columns]
 
 
 def _packed(codes: Tensor, width: int) -> Tensor:
@@ -211,11 +183,11 @@ def _unpacked(words: Tensor, width: int, count: int) -> Tensor:
 
 
 def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
-    """``[D, rows, codes]`` int64 to ``[D, rows * row_words]`` int32."""
-    places, width = layout.places, layout.width
-    padded = pad(q, (0, places * layout.row_words - layout.codes))
-    parts = padded.unflatten(-1, (places, layout.row_words)) & ((1 << width) - 1)
-    shift = width * torch.arange(places, device=q.device)
+    """``[D, rows, columns]`` int64 to ``[D, rows * row_words]`` int32."""
+    places, bits = layout.places, layout.bits
+    padded = pad(q, (0, places * layout.row_words - layout.columns))
+    parts = padded.unflatten(-1, (places, layout.row_words)) & ((1 << bits) - 1)
+    shift = bits * torch.arange(places, device=q.device)
     return wrap_int32((parts << shift[:, None]).sum(-2)).flatten(1)
 
 
@@ -226,17 +198,12 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     v = _column_scales(_unpacked(columns, 4, layout.columns))[..., None, :]
     rows = _unpacked(rows, 8, layout.rows)
     f = _row_scales(rows, base.long())[..., None]
-    width = layout.width
     words = words.unflatten(-1, (layout.rows, 1, layout.row_words)).long()
-    shift = width * torch.arange(layout.places, device=message.device)
-    code = ((words >> shift[:, None]) & ((1 << width) - 1)).flatten(-2)[..., : layout.codes]
-    if layout.group == 1:
-        half = 1 << (width - 1)
-        value = (2 * ((code ^ half) - half) + 1).float()
-    else:
-        sign = _sign(code >= layout.group)[..., None]
-        value = _spread(sign, (code & (layout.group - 1))[..., None], layout)
-    value = torch.where((rows != NOTHING)[..., None] & (value != 0), value * (f * v), 0.0)
+    shift = layout.bits * torch.arange(layout.places, device=message.device)
+    code = (words >> shift[:, None]) & ((1 << layout.bits) - 1)
+    code, half = code.flatten(-2)[..., : layout.columns], 1 << (layout.bits - 1)
+    value = (2 * ((code ^ half) - half) + 1).float()
+    value = torch.where((rows != NOTHING)[..., None], value * (f * v), 0.0)
     return torch.where(f.isnan(), torch.nan, value)
 
 
