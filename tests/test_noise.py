@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import itertools
 import math
 import warnings
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,9 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tagc
+from support import fsdp1_net
+from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import equal
 from support.marks import named
+from support.parallel_net import loss_of as parallel_loss_of
+from support.parallel_net import parallel
 from support.small_net import local_grads, local_weights, loss_of, of_replicas, sharded, wrapped
 from support.states import shared_folder
 from support.units import codec_plan, unit_reducer
@@ -266,14 +273,74 @@ def test_copies_of_the_model_take_the_same_steps(rank: int, world_size: int) -> 
     assert compressor.metrics().noise_factor != 1
 
 
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_removed_or_lost_optimizers_free_their_state(rank: int, world_size: int) -> None:
+    run = Run(BIT)
+    for removed in (True, False):
+        optimizer = torch.optim.AdamW(run.model.parameters())
+        kept = run.compressor.keep_rates(optimizer)
+        if removed:
+            kept.remove()
+        alive = weakref.ref(optimizer)
+        del optimizer, kept
+        gc.collect()
+        assert alive() is None
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ranks_with_other_sizes_of_shards_have_the_same_rates(rank: int, world_size: int) -> None:
+    """FSDP1's, of which ``torch.nn.utils`` cannot tell a norm either."""
+    model = fsdp1_net.sharded(use_orig_params=True)
+    rule = {"when": {"name": "*weight", "min_numel": 20}, "codec": {"kind": "quantized"}}
+    wrap(model, {"schema": 1, "gradients": [rule]})
+    compressor = tagc.compressor(model)
+    optimizer = Seen(model.parameters(), lr=0.01)
+    optimizer.seen = [[]]
+    compressor.keep_rates(optimizer)
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(ValueError, match=r"its own model.clip_grad_norm_"):
+        compressor.clip_grad_norm_(1.0)
+    optimizer.step()
+    everybodys: list[Any] = [None] * world_size
+    dist.all_gather_object(everybodys, optimizer.seen)
+    assert everybodys[0] == everybodys[1]
+    assert len(optimizer.seen[0]) > 1
+
+
+@on_ranks(4)
+def test_what_tensor_parallel_ranks_have_whole_stays_the_same(rank: int, world_size: int) -> None:
+    model = parallel(2, 2)
+    model.head.requires_grad_(False)  # not a DTensor over the same mesh, which torch's norm needs
+    rule = {"when": {"name": "*"}, "codec": {"kind": "quantized"}, "feedback": {"kind": "none"}}
+    wrap(model, {"schema": 1, "roles": {"mlp": "*"}, "gradients": [rule]})
+    compressor = tagc.compressor(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    compressor.keep_rates(optimizer)
+    for step in range(3):
+        parallel_loss_of(model, rank // 2, step).backward()
+        norm = compressor.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    everybodys: list[Any] = [None] * world_size
+    mine = float(norm), model.norm.weight.to_local().tolist()
+    dist.all_gather_object(everybodys, mine)
+    assert everybodys[rank] == everybodys[rank ^ 1]
+
+
 # An optimizer whose rates are kept: what it has outside of its step is the user's
+
+
+def noise_of(factors: Any) -> Any:
+    noise = Mock()
+    noise.by_parameter.return_value, noise.infos.return_value = factors, {}
+    return noise
 
 
 def doubling() -> Any:
     """The noise of gradients that are twice as large as dense ones."""
-    noise = Mock()
-    noise.by_parameter.return_value.get.return_value = 2.0
-    return noise
+    return noise_of(Mock(get=Mock(return_value=2.0)))
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
@@ -329,9 +396,7 @@ def test_each_parameter_has_its_own_factor() -> None:
     factors = dict(zip(map(id, params), (1.0, 4.0, 1.01, 3.9), strict=False))
     optimizer = Writing([{"params": params[:4]}, {"params": params[4:], "lr": 0.5}], lr=1.0)
     held, groups = optimizer.param_groups, list(optimizer.param_groups)
-    noise: Any = Mock()
-    noise.by_parameter.return_value = factors
-    kept = LearningRateScaling(optimizer, noise, second_moment=True)
+    kept = LearningRateScaling(optimizer, noise_of(factors), second_moment=True)
     for p in params:
         p.grad = -torch.ones(1)
     optimizer.step()
@@ -343,17 +408,94 @@ def test_each_parameter_has_its_own_factor() -> None:
     assert [(g["lr"], g["count"], len(g["params"])) for g in groups] == [(1.0, 1, 4), (0.5, 1, 1)]
 
 
-def test_a_group_that_adds_up_rates_has_one_factor() -> None:
-    """As those of schedule-free optimizers."""
+@pytest.mark.parametrize("sums", [{"weight_sum": 0.0}, {"count": torch.tensor(0)}], ids=list)
+def test_a_group_that_adds_up_has_one_factor(sums: dict[str, Any]) -> None:
+    """Rates, as those of schedule-free optimizers; or its steps in a tensor, as apex's do."""
     params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = Writing([{"params": params, "weight_sum": 0.0}], lr=1.0)
-    noise: Any = Mock()
-    noise.by_parameter.return_value = {id(params[0]): 4.0}
+    optimizer = Writing([{"params": params, **copy.deepcopy(sums)}], lr=1.0)
+    noise = noise_of({id(params[0]): 4.0})
     LearningRateScaling(optimizer, noise, second_moment=True)
     for p in params:
         p.grad = -torch.ones(1)
     optimizer.step()
     assert [p.item() for p in params] == [2, 2]
+    assert optimizer.param_groups[0]["count"] == 1
+
+
+def test_an_empty_group_is_kept() -> None:
+    optimizer = torch.optim.AdamW([{"params": []}])
+    LearningRateScaling(optimizer, doubling(), second_moment=None)
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_hooks_and_closures_see_the_users_groups(order: str) -> None:
+    """And leave the step its own."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = Writing([{"params": params}], lr=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    states: list[Any] = []
+
+    def look(*_: Any) -> None:
+        states.append(optimizer.state_dict()["param_groups"])
+
+    def hook() -> None:
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=1.0))
+        optimizer.register_step_post_hook(look)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+
+    if order == "before":
+        hook()
+    LearningRateScaling(optimizer, noise_of({id(params[0]): 4.0}), second_moment=True)
+    if order == "after":
+        hook()
+
+    def closure() -> None:
+        look()
+        for p in params:
+            p.grad = -torch.ones(1)
+
+    optimizer.step(closure)
+    optimizer.step(closure=closure)
+    assert [p.item() for p in params] == [8, 2]
+    assert [[g["lr"] for g in groups] for groups in states] == [[0], [1], [1], [0], [1], [1]]
+
+
+def test_a_step_that_changes_its_own_rates_is_refused() -> None:
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+
+    optimizer = Decaying([nn.Parameter(torch.zeros(1))], lr=1.0)
+    LearningRateScaling(optimizer, doubling(), second_moment=True)
+    with pytest.raises(ValueError, match="Decaying changes lr of its groups in its own step"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1
+
+
+def test_a_step_without_arguments_keeps_its_signature() -> None:
+    """GradScaler reads it."""
+
+    class Bare(torch.optim.AdamW):
+        def step(self) -> None: ...  # type: ignore[override]
+
+    optimizer = Bare([nn.Parameter(torch.zeros(1))])
+    LearningRateScaling(optimizer, doubling(), second_moment=None)
+    assert not inspect.signature(optimizer.step).parameters
+
+
+def test_optimizers_with_other_optimizers_or_models_are_refused() -> None:
+    optimizer = stepping()
+    kept = LearningRateScaling(optimizer, doubling(), second_moment=None)
+    with pytest.raises(ValueError, match="give each model its own optimizer"):
+        LearningRateScaling(optimizer, doubling(), second_moment=None)
+    kept.remove()
+    optimizer.inner = [stepping()]
+    with pytest.raises(ValueError, match="AdamW steps the optimizers in its attribute 'inner'"):
+        LearningRateScaling(optimizer, doubling(), second_moment=None)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
@@ -390,6 +532,14 @@ def test_whether_a_decay_is_apart_is_what_the_optimizer_does(
     apart = left == pytest.approx((1 - 0.01 * 0.1) ** 10, rel=1e-5)
     assert _decays_apart(optimizer, optimizer.param_groups[0]) == apart
     assert left < 1
+
+
+def test_the_decay_of_a_fused_adam_is_apart() -> None:
+    fused: Any = type("FusedAdam", (torch.optim.Optimizer,), {})
+    optimizer = fused([nn.Parameter(torch.zeros(1))], {"weight_decay": 0.1})
+    assert not _decays_apart(optimizer, optimizer.param_groups[0])
+    optimizer.adam_w_mode = 1
+    assert _decays_apart(optimizer, optimizer.param_groups[0])
 
 
 def test_an_optimizer_that_chooses_its_rates_is_refused() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -159,7 +160,8 @@ class Compressor(Handle):
             reducers, dimensions = collectives.all_reducers, plan.policy.dimensions
             self._graphs = Graphs(units, reducers, self.gatherers, dimensions)
         self._noise: NoiseFactors | None = None
-        self._kept: list[LearningRateScaling] = []
+        # Weak: an optimizer that is no longer used takes its state with it.
+        self._kept: WeakSet[LearningRateScaling] = WeakSet()
 
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
@@ -309,13 +311,11 @@ class Compressor(Handle):
             with ``remove()``, which leaves the optimizer alone again.
 
         Raises:
-            ValueError: if tagc cannot tell whether the optimizer has a second moment, or if its
-                rates are already kept.
+            ValueError: if tagc cannot tell whether the optimizer has a second moment, if its rates
+                are already kept, for this model or another, or if it steps other optimizers.
         """
-        if any(kept.of(optimizer) for kept in self._kept):
-            raise ValueError("this optimizer's rates are already kept; call remove() first")
         kept = LearningRateScaling(optimizer, self._measured_noise(), second_moment=second_moment)
-        self._kept.append(kept)
+        self._kept.add(kept)
         return kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -326,6 +326,9 @@ class Compressor(Handle):
 
         Returns:
             The estimated norm, ``[]``.
+
+        Raises:
+            ValueError: with FSDP1, which has its own ``clip_grad_norm_``.
         """
         return clip_grad_norm(self._model, self._measured_noise(), max_norm)
 

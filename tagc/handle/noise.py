@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
 from tagc.basics.tracing import untraced
 from tagc.basics.warn import warn
 from tagc.collect import Transport, UnitReducer, noise_factor
+from tagc.plan import UnitParam
 
 _EVERY = 16
 """Ranks agree on factors at every power of two up to this many reductions, then at every multiple
@@ -24,6 +27,9 @@ of it."""
 
 _DIVIDE = {"Adadelta", "Adafactor", "Adagrad", "Adamax", "RMSprop"}
 _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
+
+_KEPT: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose rates are kept."""
 
 
 class NoiseFactors:
@@ -71,6 +77,22 @@ class NoiseFactors:
             else:  # one flat parameter
                 mean = _mean([named[i.name] for i in infos], [math.prod(i.shape) for i in infos])
                 found |= {id(p): mean for p in params}
+        return found
+
+    def infos(self) -> dict[int, UnitParam]:
+        """What is known about the same parameters, except flat ones, by ``id(parameter)``."""
+        pairs = [(unit.trainable(), unit.info.params) for unit, _ in self._units]
+        pairs = [(params, infos) for params, infos in pairs if len(params) == len(infos)]
+        return {id(p): i for params, infos in pairs for p, i in zip(params, infos, strict=True)}
+
+    def over_parallel(self, mean: float) -> float | Tensor:
+        """A mean factor, over tensor-parallel ranks too; they measure different parts of what they
+        divide. Call it on all ranks."""
+        groups = {id(group): (group, unit) for unit, _ in self._units for group in unit.parallel}
+        found: float | Tensor = mean
+        for group, unit in groups.values():
+            mine = torch.as_tensor(found, dtype=torch.float32, device=unit.device)
+            found = Transport(group).gather_values(mine)[0].log().mean().exp()
         return found
 
     def in_a_bit(self) -> set[int]:
@@ -134,7 +156,7 @@ class LearningRateScaling:
     """The changes of :meth:`tagc.Compressor.keep_rates` to an optimizer, until they are removed.
 
     In a step, the optimizer has other parameter groups than outside: each is cut into parts whose
-    parameters have about the same factor.
+    parameters have about the same factor. Hooks and the step's closure see the user's groups.
 
     Attributes:
         factors: the mean factor of each parameter group in the last step.
@@ -143,6 +165,12 @@ class LearningRateScaling:
     def __init__(
         self, optimizer: Optimizer, noise: NoiseFactors, *, second_moment: bool | None
     ) -> None:
+        if optimizer in _KEPT:
+            raise ValueError(
+                "this optimizer's rates are already kept; call remove() first. If it has "
+                "parameters of several wrapped models, give each model its own optimizer"
+            )
+        _check_holds_none(optimizer)
         self._optimizer, self._noise = optimizer, noise
         self._divides = divides_by_second_moment(optimizer, second_moment)
         # Refuse optimizers that choose their rates themselves (transformers' Adafactor).
@@ -166,17 +194,17 @@ class LearningRateScaling:
             optimizer.register_step_post_hook(lambda *_: restore()),
             optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
         )
-        self._step = self._restoring(optimizer.step, restore)
+        self._step = self._restoring(optimizer.step, untraced(self._go_inside), restore)
         self._step_before = vars(optimizer).get("step")
         optimizer.step = self._step
-
-    def of(self, optimizer: Optimizer) -> bool:
-        """Whether this keeps the rates of ``optimizer`` and is not removed."""
-        return self._optimizer is optimizer and not self._removed
+        _KEPT.add(optimizer)
 
     def remove(self) -> None:
+        if self._removed:
+            return
         self._restore()
         self._removed = True
+        _KEPT.discard(self._optimizer)
         for hook in self._hooks:
             hook.remove()
         if vars(self._optimizer).get("step") is not self._step:
@@ -186,12 +214,28 @@ class LearningRateScaling:
         else:
             self._optimizer.step = self._step_before
 
-    def _restoring(self, step: Callable[..., Any], restore: Callable[[], object]) -> Any:
+    def _go_inside(self) -> None:
+        """Let others' hooks, also later ones, run before the groups are cut or after they are
+        restored."""
+        if self._removed:
+            return
+        before: Any = self._optimizer._optimizer_step_pre_hooks
+        after: Any = self._optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._hooks[0].id)
+        after.move_to_end(self._hooks[1].id, last=False)
+
+    def _restoring(
+        self,
+        step: Callable[..., Any],
+        go_inside: Callable[[], object],
+        restore: Callable[[], object],
+    ) -> Any:
         """``step``, but the user's rates are restored afterwards, even if it raises; torch then
         calls no hook. It is a method because torch's schedulers need one."""
 
-        @wraps(step)
+        @wraps(getattr(step, "__func__", step))  # torch's GradScaler reads its signature
         def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            go_inside()
             try:
                 return step(*args, **kwargs)
             finally:
@@ -199,55 +243,122 @@ class LearningRateScaling:
 
         return MethodType(restoring, self._optimizer)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._cut()
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._outside(kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]):
+            args = (args[0], self._outside(args[1]), *args[2:])
+        return args, kwargs
+
+    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, which sees the user's groups; the rest of the step has its noise."""
+
+        def outside() -> Any:
+            self._restore()
+            result = closure()
+            self._cut()
+            return result
+
+        return outside
+
+    def _cut(self) -> None:
         # In case the last step raised and was not called through `restoring`.
         self._restore()
         # Even if nothing is divided: other ranks may step another optimizer first.
         self._noise.agree()
-        if not self._divides:
+        if self._removed or not self._divides:
             return
-        factors = self._noise.by_parameter()
-        self.factors = [_mean_of(group["params"], factors) for group in optimizer.param_groups]
-        self._groups = list(optimizer.param_groups)
-        for group in self._groups:
-            # Schedule-free optimizers add up the rates of a group in it: there it has one factor.
-            whole = "weight_sum" in group
-            for params in [group["params"]] if whole else _alike(group["params"], factors):
-                factor = _mean_of(params, factors)
+        optimizer = self._optimizer
+        factors, infos = self._noise.by_parameter(), self._noise.infos()
+        groups, parts = list(optimizer.param_groups), []
+        self.factors = [_mean_of(group["params"], factors, infos) for group in groups]
+        for group in groups:
+            every = group["params"]
+            for params in [every] if _is_whole(group) else _alike(every, factors, infos):
+                factor = _mean_of(params, factors, infos)
                 part = {**group, "params": params, "lr": group["lr"] * factor}
                 if _decays_apart(optimizer, group):
                     # Weights decay by rate times weight_decay, and this product must not change.
                     part["weight_decay"] = group["weight_decay"] / factor
-                self._parts.append((group, part, dict(part)))
+                parts.append((group, part, dict(part)))
+        self._groups, self._parts = groups, parts
         # In place: others may hold the list.
-        optimizer.param_groups[:] = [part for _, part, _ in self._parts]
+        optimizer.param_groups[:] = [part for _, part, _ in parts]
 
     def _restore(self) -> None:
-        """Restore the user's groups, with what others wrote to their parts in the step."""
+        """Restore the user's groups, with what the step wrote to their parts.
+
+        Raises:
+            ValueError: if it wrote a rate or a decay.
+        """
         if not self._parts:
             return
+        changed: set[str] = set()
         for group, part, before in self._parts:
             written = {k: v for k, v in part.items() if k not in before or v is not before[k]}
+            for key in ("lr", "weight_decay"):
+                if key in written and written.pop(key) != before.get(key):
+                    changed.add(key)
             group.update(written)
         groups = self._optimizer.param_groups
         groups[:] = [*self._groups, *groups[len(self._parts) :]]
         self._groups, self._parts = [], []
+        if changed:
+            raise ValueError(
+                f"{type(self._optimizer).__name__} changes {' and '.join(sorted(changed))} of its "
+                "groups in its own step, where keep_rates has multiplied them: change them in a "
+                "scheduler, a hook or the closure"
+            )
+
+
+def _is_whole(group: dict[str, Any]) -> bool:
+    """Whether a group stays whole, with one factor: its parts would add to the same number.
+    Schedule-free optimizers add up rates, and some (apex) count steps in a tensor."""
+    tensors = [k for k, v in group.items() if isinstance(v, Tensor) and not k.endswith("lr")]
+    return bool(tensors) or "weight_sum" in group or not group["params"]
 
 
 def _alike(
-    params: Sequence[nn.Parameter], factors: Mapping[int, float]
+    params: Sequence[nn.Parameter], factors: Mapping[int, float], infos: Mapping[int, UnitParam]
 ) -> Iterable[list[nn.Parameter]]:
-    """Parameters whose factors differ by less than a quarter of an octave, or are 1."""
-    found: dict[int | None, list[nn.Parameter]] = {}
+    """Parameters whose factors differ by less than a quarter of an octave, or are 1. What all
+    tensor-parallel ranks have whole is apart from what they divide: only its factors are the same
+    on all of them."""
+    found: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
     for p in params:
-        factor = factors.get(id(p), 1.0)
-        found.setdefault(None if factor == 1 else round(4 * math.log2(factor)), []).append(p)
+        factor, info = factors.get(id(p), 1.0), infos.get(id(p))
+        duplicated = factor != 1 and info is not None and info.duplicate is not None
+        octave = None if factor == 1 else round(4 * math.log2(factor))
+        found.setdefault((octave, duplicated), []).append(p)
     return found.values()
 
 
-def _mean_of(params: Sequence[nn.Parameter], factors: Mapping[int, float]) -> float:
-    # Sizes of whole parameters, so ranks with shards of different sizes agree.
-    return _mean([factors.get(id(p), 1.0) for p in params], [p.numel() for p in params])
+def _mean_of(
+    params: Sequence[nn.Parameter], factors: Mapping[int, float], infos: Mapping[int, UnitParam]
+) -> float:
+    return _mean([factors.get(id(p), 1.0) for p in params], [_whole(p, infos) for p in params])
+
+
+def _whole(p: nn.Parameter, infos: Mapping[int, UnitParam]) -> int:
+    """Elements of a whole parameter. With FSDP1's ``use_orig_params``, ``p`` is a shard, whose size
+    differs from rank to rank."""
+    info = infos.get(id(p))
+    return p.numel() if info is None else math.prod(info.shape)
+
+
+def _check_holds_none(optimizer: Optimizer) -> None:
+    """An optimizer that steps others, such as ``ZeroRedundancyOptimizer``, has copies of their
+    groups."""
+    for name, value in vars(optimizer).items():
+        held = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, Optimizer) for each in held):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps the optimizers in its attribute {name!r}: call "
+                "keep_rates for each of those instead"
+            )
 
 
 def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
@@ -289,11 +400,17 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
     apart = any("adamw" in name or name == "adafactor" for name in names)
+    apart = apart or getattr(optimizer, "adam_w_mode", False)  # FusedAdam of apex and DeepSpeed
     return bool(group.get("decoupled_weight_decay", apart))
 
 
 def clip_grad_norm(model: nn.Module, noise: NoiseFactors, max_norm: float) -> Tensor:
     """See :meth:`tagc.Compressor.clip_grad_norm_`."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "FSDP1's gradients are shards that look like whole ones: clip with its own "
+            "model.clip_grad_norm_, at a limit for the policy's noise (norm_factor)"
+        )
     noise.agree()
     factors = noise.by_parameter()
     # Two norms for any number of segments, because each norm is a collective.
@@ -303,6 +420,7 @@ def clip_grad_norm(model: nn.Module, noise: NoiseFactors, max_norm: float) -> Te
     for p in params:
         (measured if factors.get(id(p), 1.0) != 1.0 else others).append(p)
     mean = _mean([factors[id(p)] for p in measured], [p.numel() for p in measured])
+    mean = noise.over_parallel(mean)
     squares = []
     for factor, some in ((mean, measured), (1.0, others)):
         if some:
