@@ -310,13 +310,18 @@ def test_ranks_with_other_sizes_of_shards_have_the_same_rates(rank: int, world_s
 
 
 @on_ranks(4)
-def test_what_tensor_parallel_ranks_have_whole_stays_the_same(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("group_stays_whole", [False, True])
+def test_what_tensor_parallel_ranks_have_whole_stays_the_same(
+    rank: int, world_size: int, group_stays_whole: bool
+) -> None:
     model = parallel(2, 2)
     model.head.requires_grad_(False)  # not a DTensor over the same mesh, which torch's norm needs
     rule = {"when": {"name": "*"}, "codec": {"kind": "quantized"}, "feedback": {"kind": "none"}}
     wrap(model, {"schema": 1, "roles": {"mlp": "*"}, "gradients": [rule]})
     compressor = tagc.compressor(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if group_stays_whole:
+        optimizer.param_groups[0]["weight_sum"] = 0.0
     compressor.keep_rates(optimizer)
     for step in range(3):
         parallel_loss_of(model, rank // 2, step).backward()
@@ -335,6 +340,7 @@ def test_what_tensor_parallel_ranks_have_whole_stays_the_same(rank: int, world_s
 def noise_of(factors: Any) -> Any:
     noise = Mock()
     noise.by_parameter.return_value, noise.infos.return_value = factors, {}
+    noise.over_parallel = float
     return noise
 
 

@@ -276,9 +276,11 @@ class LearningRateScaling:
         groups, parts = list(optimizer.param_groups), []
         self.factors = [_mean_of(group["params"], factors, infos) for group in groups]
         for group in groups:
-            every = group["params"]
-            for params in [every] if _is_whole(group) else _alike(every, factors, infos):
+            every, whole = group["params"], _is_whole(group)
+            for params in [every] if whole else _alike(every, factors, infos):
                 factor = _mean_of(params, factors, infos)
+                if whole:  # also what all tensor-parallel ranks have, which must stay the same
+                    factor = float(self._noise.over_parallel(factor))
                 part = {**group, "params": params, "lr": group["lr"] * factor}
                 if _decays_apart(optimizer, group):
                     # Weights decay by rate times weight_decay, and this product must not change.
