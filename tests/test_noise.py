@@ -540,12 +540,15 @@ def test_whether_a_decay_is_apart_is_what_the_optimizer_does(
     assert left < 1
 
 
-def test_the_decay_of_a_fused_adam_is_apart() -> None:
-    fused: Any = type("FusedAdam", (torch.optim.Optimizer,), {})
-    optimizer = fused([nn.Parameter(torch.zeros(1))], {"weight_decay": 0.1})
-    assert not _decays_apart(optimizer, optimizer.param_groups[0])
-    optimizer.adam_w_mode = 1
-    assert _decays_apart(optimizer, optimizer.param_groups[0])
+@pytest.mark.parametrize(
+    ("name", "mode", "apart"),
+    [("FusedAdam", 0, False), ("FusedAdam", 1, True), ("RAdamScheduleFree", 0, True)],
+)
+def test_whether_a_decay_of_other_libraries_is_apart(name: str, mode: int, apart: bool) -> None:
+    optimizer: Any = type(name, (torch.optim.Optimizer,), {"adam_w_mode": mode})(
+        [nn.Parameter(torch.zeros(1))], {"weight_decay": 0.1}
+    )
+    assert _decays_apart(optimizer, optimizer.param_groups[0]) == apart
 
 
 def test_an_optimizer_that_chooses_its_rates_is_refused() -> None:

@@ -401,7 +401,8 @@ def _decays_apart(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if "weight_decay" not in group:
         return False
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
-    apart = any("adamw" in name or name == "adafactor" for name in names)
+    known = {"adafactor", "radamschedulefree"}
+    apart = any("adamw" in name or name in known for name in names)
     apart = apart or getattr(optimizer, "adam_w_mode", False)  # FusedAdam of apex and DeepSpeed
     return bool(group.get("decoupled_weight_decay", apart))
 
