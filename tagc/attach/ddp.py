@@ -36,7 +36,7 @@ from tagc.attach.whole import (
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.collect.transport import failing_in
 from tagc.plan import UnitInfo, as_list
-from tagc.policy.roles import clean_name
+from tagc.policy.roles import plain_name
 
 UNIT_BYTES = 25 * 2**20
 """Gradients of a unit, unless one parameter has more: as many as of DDP's buckets by default."""
@@ -155,7 +155,7 @@ class _Hook:
     """The state of one ``DistributedDataParallel``'s hook, which lives as long as that does."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        self._group = _group_of(module)
+        self._module, self._group = weakref.ref(module), _group_of(module)
         device = next(module.module.parameters()).device
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -188,9 +188,9 @@ class _Hook:
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Take in a bucket; reduce the units that it completes."""
+        _check_join(self._module())
         if not self.used:
             return allreduce_hook(self._group, bucket)
-        _check_join(self._units[0].unit._module())
         with self._beside_backward():
             mine = set()
             for param, view in gradients_of(bucket):
@@ -329,6 +329,9 @@ def _check(name: str, module: DistributedDataParallel) -> None:
             module, "skip_all_reduce_unused_params", False
         ),
         "torch._dynamo.config.optimize_ddp = 'python_reducer'": module._use_python_reducer,
+        "an optimizer in its backward (_apply_optimizer_in_backward)": any(
+            hasattr(param, "_in_backward_optimizers") for param in module.parameters()
+        ),
     }
     for option in (option for option, is_set in options.items() if is_set):
         raise ValueError(
@@ -348,7 +351,7 @@ def _named_params(name: str, module: DistributedDataParallel) -> Iterator[Named]
     prefix = f"{name}." if name else ""
     for own, param in module.module.named_parameters():
         if own not in module.parameters_to_ignore:
-            yield clean_name(prefix + own), param
+            yield plain_name(prefix + own), param
 
 
 def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:

@@ -204,7 +204,9 @@ def install(
     """Let the units call their collectives. Each list is as long as that of units, or empty."""
     c = collectives
     for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
-        unit.install(reducer)
+        # One rank has its average already: FSDP reduces nothing then, but DDP would call us.
+        if unit.info.world_size > 1 or not unit.info.replicated:
+            unit.install(reducer)
     pairs = list(zip(units, c.gatherers, strict=bool(c.gatherers)))
     for unit, gatherer in pairs:
         unit.install_gather(gatherer)

@@ -417,7 +417,8 @@ def check_dtype(unit: UnitPlan) -> None:
             True: ("gathers parameters", "param_dtype"),
             False: ("reduces gradients", "reduce_dtype"),
         }[unit.direction == "parameters"]
-        remedy = f"give it a MixedPrecisionPolicy({remedy}=torch.float32)"
+        policy = "MixedPrecisionPolicy" if unit.info.flat is None else "MixedPrecision"
+        remedy = f"give it a {policy}({remedy}=torch.float32)"
         if unit.info.replicated:
             remedy = "make its parameters float32 before DistributedDataParallel(...)"
         names = as_list([p.name for s in unit.compressed for p in s.params])

@@ -28,7 +28,13 @@ def clean_name(name: str) -> str:
     `module.layers.0._checkpoint_wrapped_module.mlp.w1` becomes `layers.0.mlp.w1`. A `module`
     further in is kept, because it can be a submodule's own name.
     """
-    return _LEADING_MODULE.sub("", _WRAPPER.sub("", name))
+    return _LEADING_MODULE.sub("", plain_name(name))
+
+
+def plain_name(name: str) -> str:
+    """The name without the parts that compilation, checkpointing and FSDP1 insert. Unlike clean
+    names, these differ if a model has a `weight` and a `module.weight`."""
+    return _WRAPPER.sub("", name)
 
 
 @lru_cache(maxsize=1 << 16)  # a plan asks for every parameter several times

@@ -33,7 +33,7 @@ from tagc.handle.compressor import attached
 from tagc.plan import Plan, as_list, between_sites, build_plan
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.roles import clean_name
+from tagc.policy.roles import plain_name
 from tagc.policy.rules import SitesConfig
 from tagc.site.anchor import Anchor, SiteUnit, check_trainable
 from tagc.site.exchange import SiteExchange
@@ -272,7 +272,7 @@ def site_units(
         inner = FSDP2.find_units(model) if wrapped is None else wrapped
         units = [_of_shards(unit, group) for unit in inner if unit.info.params]
     elif integration is None:
-        named = [(clean_name(name), param) for name, param in model.named_parameters()]
+        named = [(plain_name(name), param) for name, param in model.named_parameters()]
         for name, param in named:
             if isinstance(param, DTensor):
                 raise ValueError(

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
@@ -18,7 +20,7 @@ from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import equal
 from support.failing import fails
-from support.small_net import loss_of, net
+from support.small_net import local, loss_of, net
 from support.states import POLICIES, residual_sums
 from support.units import gathered
 from tagc.attach import ddp
@@ -177,9 +179,12 @@ def test_a_rank_with_fewer_batches(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_join_that_divides_by_fewer_ranks(rank: int, world_size: int) -> None:
-    """Refused in its first step, on the ranks with data and on those without."""
-    for policy in (BITS, "dense"):
+    """Refused in its first step, on the ranks with data and on those without, also by the hook that
+    `remove()` leaves."""
+    for policy, removed in ((BITS, False), ("dense", False), (BITS, True)):
         model = wrapped(policy)
+        if removed:
+            tagc.compressor(model).remove()
 
         def join(model: Any = model, **options: Any) -> None:
             with model.join(**options):
@@ -190,6 +195,43 @@ def test_a_join_that_divides_by_fewer_ranks(rank: int, world_size: int) -> None:
         kind, text = fails(lambda join=join: join(divide_by_initial_world_size=False))
         assert kind == "RuntimeError"
         assert "join(divide_by_initial_world_size=False)" in text
+
+
+class Named(nn.Module):
+    """Has a layer whose name is that of DDP's own child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.module = nn.Parameter(torch.randn(7, 7)), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x @ self.weight)
+
+
+@on_ranks(2)
+def test_every_parameter_has_its_own_name(rank: int, world_size: int) -> None:
+    """That it also has in FSDP2; residuals are saved under these."""
+    model = wrapped("dense", Named())
+    rows = tagc.compressor(model).plan().rows
+    assert {row.param for row in rows} == {"weight", "module.weight", "module.bias"}
+
+
+@on_ranks(2)
+def test_a_group_of_one_rank(rank: int, world_size: int) -> None:
+    """Beside a larger one: its gradients are the average, and nothing may round them."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "one"))
+    alone: Any
+    by_ddp: Any
+    alone, by_ddp, by_replicate = net(), net(), net()
+    by_ddp.first = DistributedDataParallel(by_ddp.first, process_group=mesh["one"].get_group())
+    by_ddp.second = DistributedDataParallel(by_ddp.second)
+    replicate(by_replicate.first, mesh=mesh["one"])
+    replicate(by_replicate, mesh=mesh["all"])
+    for model in (alone, wrap(by_ddp, BITS), wrap(by_replicate, BITS)):
+        loss_of(model, rank, 0).backward()
+        for mine, expected in zip(model.first.parameters(), alone.first.parameters(), strict=True):
+            assert torch.equal(local(mine.grad), expected.grad)
 
 
 @on_ranks(2)

@@ -50,6 +50,13 @@ def ddp(model: nn.Module | None = None) -> Any:
     return DistributedDataParallel(model or net())
 
 
+def stepping_in_backward() -> Any:
+    """As `_apply_optimizer_in_backward` leaves it, whose import warns."""
+    model: Any = net()
+    model.head.weight._in_backward_optimizers = []
+    return ddp(model)
+
+
 def replicated(*names: str) -> Any:
     """Parts of the model, or all of it."""
     model: Any = net()
@@ -62,6 +69,10 @@ def hybrid() -> Any:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     how: Any = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     return FSDP(net(), device_id=CPU, **how)
+
+
+def in_float64() -> Any:
+    return FSDP(net().double(), device_id=CPU)
 
 
 def of_both_apis() -> Any:
@@ -116,6 +127,7 @@ REFUSED: dict[int, list[Case]] = {
         (ddp, BITS, {"replicas": lambda: dist.group.WORLD}, "all ranks are replicas"),
         (hooked, BITS, {}, "its own communication hook (allreduce_hook)"),
         (lambda: ddp(nn.Embedding(9, 9, sparse=True)), BITS, {}, "sparse gradients"),
+        (stepping_in_backward, BITS, {}, "an optimizer in its backward"),
         (lambda: nn.Sequential(wrapped(BITS, ddp())), BITS, {}, "'0' is already wrapped"),
         # replicate
         (lambda: nn.Sequential(with_hooks(nn.Linear(9, 9))), BITS, {}, "whose hooks tagc cannot"),
@@ -127,6 +139,7 @@ REFUSED: dict[int, list[Case]] = {
         (hybrid, EVERYTHING, {}, 'replicas=mesh["replicate"]'),
         (lambda: wrapped(BITS, by_fsdp1()).second, EVERYTHING, {}, "already wrapped, by"),
         (of_both_apis, EVERYTHING, {}, "partly by FSDP1"),
+        (in_float64, BITS, {}, "give it a MixedPrecision(reduce_dtype=torch.float32)"),
     ],
     4: [
         # Hosts
