@@ -24,8 +24,8 @@ from tagc.plan.part import Part
 _NUMBERS, _NAME_BYTES = 3, 48
 _REMEDY = (
     "Every rank must run the same units in the same order, forward and backward: look for a unit, "
-    "a micro-batch or a whole step that some ranks leave out, or for parameters that only some of "
-    "them use"
+    "a micro-batch or a whole step that some ranks leave out, for parameters that only some of "
+    "them use, or for a refresh() that only some of them call"
 )
 _SAME_CALLS = (
     "Since tagc.wrap or the last load, ranks called scale_residuals, restore_residuals or "

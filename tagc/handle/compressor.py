@@ -165,6 +165,7 @@ class Compressor(Handle):
 
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
+        self._installed()
         gatherers = [] if self._disabled else self.gatherers
         pairs = zip(self.units, gatherers, strict=bool(gatherers))
         squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
@@ -210,7 +211,7 @@ class Compressor(Handle):
             self.refresh()
 
     def _state(self) -> State:
-        made = self._collectives
+        made = self._installed()
         replica = 0 if made.replica_group is None else made.replica_group.rank()
         reduced = [
             UnitState(
@@ -255,7 +256,7 @@ class Compressor(Handle):
     def copy_residuals(self) -> list[Tensor]:
         """A copy of this rank's residuals and of the codecs' state, for :meth:`restore_residuals`.
         It takes a little more memory than the residuals."""
-        reducers = self._collectives.all_reducers
+        reducers = self._installed().all_reducers
         return [tensor.clone() for reducer in reducers for tensor in reducer.step_tensors()]
 
     def restore_residuals(self, copy: Sequence[Tensor], where: bool | Tensor = True) -> None:
@@ -276,7 +277,7 @@ class Compressor(Handle):
         Raises:
             ValueError: if the copy is of another model or plan.
         """
-        reducers = self._collectives.all_reducers
+        reducers = self._installed().all_reducers
         sizes = [[tensor.shape for tensor in reducer.step_tensors()] for reducer in reducers]
         if [shape for shapes in sizes for shape in shapes] != [t.shape for t in copy]:
             raise ValueError("the copy was not taken from this model under this plan")
@@ -333,8 +334,8 @@ class Compressor(Handle):
         return clip_grad_norm(self._model, self._measured_noise(), max_norm)
 
     def _measured_noise(self) -> NoiseFactors:
+        made = self._installed()
         if self._noise is None:
-            made = self._collectives
             reducers = [] if self._disabled else [self.reducers, self.replica_reducers]
             measured = zip(*(some for some in reducers if some), strict=True)
             # None are measured if nothing is compressed.
@@ -347,7 +348,7 @@ class Compressor(Handle):
         ``delta``). Call it on all ranks whenever something other than an optimizer has changed
         parameters: after you load a checkpoint, or swap averaged weights in or out.
         """
-        for gatherer in self.gatherers:
+        for gatherer in self._installed().gatherers:
             gatherer.refresh()
 
     @property
@@ -376,6 +377,7 @@ class Compressor(Handle):
             RuntimeError: if :attr:`steps_before_capture` is not 0; or for an error that the device
                 found.
         """
+        self._installed()
         self._graphs.before_capture()
 
     def before_replay(self) -> None:
@@ -401,18 +403,31 @@ class Compressor(Handle):
         """Note a call, which ranks compare in the next reduction. A tensor's value stays on its
         device, and is not compared."""
         text = f"{call} {'' if isinstance(value, Tensor) else float(value)}"
-        for reducer in self._collectives.all_reducers:
+        for reducer in self._installed().all_reducers:
             reducer.note(text)
 
+    def _installed(self) -> Collectives:
+        """The collectives on the model. Raises ValueError if :meth:`remove` took them off."""
+        if attached(self._model) is not self:
+            raise ValueError(
+                "this compressor was removed from its model, and has no state any more: use the "
+                "new one, tagc.compressor(model), if you wrapped the model again, and else leave "
+                "it out of checkpoints"
+            )
+        return self._collectives
+
     def remove(self) -> None:
-        """Restore FSDP's own collectives and drop all residuals. You may wrap the model again."""
+        """Restore FSDP's own collectives and drop all residuals. You may wrap the model again,
+        which makes a new compressor. This one then has no state any more: it raises ValueError.
+        """
+        if attached(self._model) is not self:
+            return  # removed before; the collectives may be those of a later tagc.wrap
         for kept in self._kept:
             kept.remove()
         for unit in self.units:
             unit.restore()
         self._collectives.clear()
-        if attached(self._model) is self:
-            delattr(self._model, _ATTRIBUTE)
+        delattr(self._model, _ATTRIBUTE)
 
 
 def _shard_of(unit: Unit, info: UnitInfo, replica: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import tagc
 from support.block_net import wrap
 from support.distributed import on_ranks
 from support.failing import fails
@@ -91,3 +92,13 @@ def test_programs_that_differ(rank: int, world_size: int, chosen: str) -> None:
         kind, text = fails(lambda call=call, program=program: call(program))
         assert kind == "DesyncError", text
         assert all(re.search(pattern, text) for pattern in named), text
+
+
+@on_ranks(2)
+def test_a_refresh_on_one_rank_is_named(rank: int, world_size: int) -> None:
+    program = Program(POLICIES["changes"])
+    if rank:
+        tagc.compressor(program.model).refresh()
+    kind, text = fails(program.train)
+    assert kind == "DesyncError", text
+    assert "a refresh() that only some" in text

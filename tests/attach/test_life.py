@@ -57,6 +57,9 @@ def test_removed_wrapped_again_and_dropped(
     with torch.no_grad():
         loss_of(model, rank, 4)
     wrapped(POLICIES[policy], model)
+    compressor.remove()  # leaves the new one alone
+    kind, text = fails(compressor.state_dict)
+    assert (kind, "was removed from its model" in text) == ("ValueError", True), text
     run(model, rank, range(5, 6))
     assert tagc.compressor(model).metrics().steps == 1
     # DDP holds its hook where the garbage collector does not look.
