@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tagc.handle.compressor import attached
 from tagc.handle.wrapper import wrap as wrap_model
 from tagc.integrations.residuals import FOLDER, load_residuals, save_residuals
 
@@ -37,10 +38,12 @@ def wrap(
     wrap_model(model, policy, **options)
 
     def save(models: Any, weights: Any, checkpoint: str) -> None:
-        save_residuals(model, Path(checkpoint) / folder)
+        if attached(model) is not None:  # not removed since
+            save_residuals(model, Path(checkpoint) / folder)
 
     def load(models: Any, checkpoint: str) -> None:
-        load_residuals(model, lambda: Path(checkpoint) / folder)
+        if attached(model) is not None:
+            load_residuals(model, lambda: Path(checkpoint) / folder)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

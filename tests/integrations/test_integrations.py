@@ -197,14 +197,19 @@ def test_the_callback_refuses_what_it_cannot_do(
 # Accelerate
 
 
-def test_accelerates_hooks_save_and_load(calls: Calls) -> None:
+def test_accelerates_hooks_save_and_load(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[Any] = []
+    handles: list[object] = [object()]
+    monkeypatch.setattr(accelerate, "attached", lambda _: handles[-1])
     accelerator = SimpleNamespace(
         register_save_state_pre_hook=hooks.append, register_load_state_pre_hook=hooks.append
     )
     model = nn.Module()
     assert accelerate.wrap(accelerator, model, "hybrid", folder="tagc_1") is model
     save, load = hooks
+    save([model], [], "there")
+    load([], "there")
+    handles.append(None)  # removed
     save([model], [], "there")
     load([], "there")
     folder = Path("there/tagc_1")
