@@ -88,7 +88,8 @@ def select_kernel(
             again = restore(symbol, left, unit, LANES)
             differs = again.to(tl.int32, bitcast=True) ^ lanes.to(tl.int32, bitcast=True)
             sent = chosen & (tl.max((differs != 0).to(tl.int32), 2) == 0)
-            late = tl.sum(tl.sum((chosen & (sent == 0)).to(tl.int32), 1), 0)
+            # Not as a sum of bools, which LLVM may gather in a thread's local memory.
+            late = tl.sum(popcount(word_of(chosen & (sent == 0)).to(tl.uint32, bitcast=True)), 0)
             if late > 0:  # seldom
                 tl.atomic_add(put_off + d * put_off_stride, late, sem="relaxed")
         group = tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
