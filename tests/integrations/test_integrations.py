@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,6 +159,7 @@ def trained_in_ddp(rank: int, folder: Path, steps: range, state: Any = None) -> 
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if rank == 0:
         torch.save(saved, folder / "trainer.pt")
+    dist.barrier()
     metrics = tagc.compressor(wrapped).metrics()
     assert metrics.dense_bytes > 8 * metrics.wire_bytes
     assert metrics.noise_factor > 1
