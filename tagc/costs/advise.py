@@ -263,7 +263,7 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     lines = iter(("--", "-", ":", "-."))
     for candidate in among:
         times = [advisor.cost(candidate, bandwidth).seconds for bandwidth in bandwidths]
-        style = {"color": "black", "linestyle": next(lines)} if candidate.dense else {}
+        style = {"color": "black", "linestyle": next(lines, "-")} if candidate.dense else {}
         axis.plot([8 * b / 1e9 for b in bandwidths], times, label=candidate.name, **style)
     axis.axvline(8 * here / 1e9, color="gray", linewidth=0.8, label=format_bandwidth(here))
     axis.set(xscale="log", yscale="log", xlabel="bandwidth between hosts, Gbit/s")
