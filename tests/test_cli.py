@@ -112,7 +112,9 @@ ADVISE = ["advise", "--params", "1e7", "--world", "8", "--bandwidth", "1Gbit"]
 
 def test_plot_of_advice(tmp_path, capsys, monkeypatch):
     file = tmp_path / "step.png"
-    assert main([*ADVISE, "--plot", str(file)]) == 0
+    # Three dense forms, each by gloo, too.
+    forms = ["--device", "cpu", "--memory-bandwidth", "10GB", "--dtype", "fp32"]
+    assert main([*ADVISE, *forms, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*ADVISE, "--plot", str(tmp_path / "step.nothing")]) == 2
     assert "step.nothing: its suffix is none of" in capsys.readouterr().err
