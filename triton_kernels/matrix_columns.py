@@ -18,13 +18,11 @@ from tagc.ops.matrix import COLUMN_LANES
 
 from .jit import jit, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs
-from .matrix_table import (
+from .matrix_runs import (
     Run,
     first_column,
     first_element,
-    first_top,
-    programs_and_table,
-    shape_of,
+    programs_and_runs,
     whose_matrix,
 )
 from .sizes import cdiv
@@ -42,19 +40,18 @@ _WARPS = 4
 _LOG = COLUMN_LANES.bit_length() - 1
 
 
-@jit(do_not_specialize=["tops", "table", "runs", "tops_stride"])
+@jit(do_not_specialize=["tops"])
 def matrix_columns_kernel(
-    grad, residual, sums, tops, table, runs, grad_stride, residual_stride, sums_stride,
-    tops_stride,
+    grad, residual, sums, tops, runs, grad_stride, residual_stride, sums_stride,
     LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << LOG
     d = tl.program_id(1).to(tl.int64)
-    table, m, tile = whose_matrix(table, runs)
-    rows, columns, _ = shape_of(table, UNIT)
+    run, m, tile = whose_matrix(runs)
+    rows, columns = run.rows, run.columns * UNIT
     j = tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     lane = tl.arange(0, LANES)
-    first = first_element(table, m, rows, columns, UNIT)
+    first = first_element(run, m, columns, UNIT)
     grad += d * grad_stride + first
     if residual is not None:
         residual += d * residual_stride + first
@@ -66,10 +63,9 @@ def matrix_columns_kernel(
             at = i.to(tl.int64)[:, None] * columns + j[None, :]
             total += bounded(load_x(grad, residual, at, inside))
     found = pairs(tl.trans(total), LOG)
-    column = first_column(table, m, columns, UNIT)
+    column = first_column(run, m, columns, UNIT)
     tl.store(sums + d * sums_stride + column + j, found, mask=j < columns)
-    tops += d * tops_stride + first_top(table, m, columns, UNIT, COLUMNS) + tile
-    tl.store(tops, tl.max(column_upper(found), 0))
+    tl.store(tops + d * sums_stride + column + tile, tl.max(column_upper(found), 0))
 
 
 def sum_columns(
@@ -86,19 +82,16 @@ def sum_columns(
     Args:
         grad, residual: as in :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
         sums: ``[D, columns of all matrices]`` float32.
-        tops: ``[D, columns of all matrices // tile + matrices]`` int32.
+        tops: as ``sums``, int32, written: of each matrix the first ones.
         tile: columns of a program, see :func:`columns_at_a_time`.
     """
     # Matrices with other units are another launch, so that all of one are as aligned as can be.
     for unit in {run.unit: None for run in runs}:
         some = [run for run in runs if run.unit == unit]
-        programs, of_table = programs_and_table(
-            some, lambda m: cdiv(m.columns, tile), unit, grad.device
-        )
+        programs, numbers = programs_and_runs(some, lambda m: cdiv(m.columns, tile), unit)
         matrix_columns_kernel[(programs, grad.shape[0])](
-            grad, residual, sums, tops, **of_table, grad_stride=grad.stride(0),
-            residual_stride=0 if residual is None else residual.stride(0),
-            sums_stride=sums.stride(0), tops_stride=tops.stride(0),
+            grad, residual, sums, tops, numbers, grad.stride(0),
+            0 if residual is None else residual.stride(0), sums.stride(0),
             LOG=_LOG, COLUMNS=tile, STEPS=32 * _WARPS * _IN_FLIGHT // (tile * COLUMN_LANES),
             UNIT=unit, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

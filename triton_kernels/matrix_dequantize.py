@@ -8,13 +8,16 @@ power of two, multiplying by its inverse gives the same bits.
 Worked example (2 bits, one element, 2 messages): codes 1 and -2 with f * v = 0.5 and 0.25 add up to
 1.5 - 0.75; divided by 3, 0.25.
 
-There are two kernels: :mod:`.matrix_read_scales` unpacks the scales of rows and columns, once for
-matrices of all shapes; the sum's kernel is here. A program's tile is some rows of some words, with
-all columns whose codes are in these words. A thread has some neighbouring words of all of the
-tile's rows, which share the columns' scales, and some neighbouring lanes of these words.
+There are two kernels, each launched once for matrices of several shapes:
+:mod:`.matrix_read_scales` unpacks the scales of rows and columns; the sum's kernel is here. A
+program's tile is some rows of some words, with all columns whose codes are in these words. A thread
+has some neighbouring words of all of the tile's rows, which share the columns' scales, and some
+neighbouring lanes of these words.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +28,19 @@ from .device import on_device_of
 from .jit import constant, jit, tl
 from .matrix_numbers import unit_of
 from .matrix_read_scales import read_scales
-from .matrix_table import Run, runs_of
+from .matrix_runs import (
+    Run,
+    first_element,
+    first_row,
+    first_row_word,
+    first_word,
+    head_words,
+    is_of_kind,
+    programs_and_alike,
+    runs_of,
+    whose_matrix,
+    words_of_row,
+)
 from .scalar import widen
 from .sizes import cdiv, next_power_of_2
 
@@ -33,14 +48,15 @@ from .sizes import cdiv, next_power_of_2
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
 # warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
+# Of a thread, where the compiler would use more if there are several kinds of tiles, and not spill
+# with as many.
+_REGISTERS = 128
 # The most elements of a tile that a single warp has. Several of its threads may have the same
 # element, or a thread may load one for another, which stores it.
 _OF_WARP = constant(128)
 # Arguments whose alignment makes no difference.
-_PLAIN = [
-    "codes", "f", "rows", "units", "R", "divisor", "mask", "message_stride", "message_next",
-    "message_matrix", "f_stride", "v_words",
-]  # fmt: skip
+_PLAIN = ["message", "f", "R", "divisor", "mask", "message_stride", "message_next", "f_stride",
+          "v_stride"]  # fmt: skip
 
 
 @jit
@@ -88,30 +104,56 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
 
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
-    codes, f, v, out, rows, columns, units, R, divisor, mask, message_stride, message_next,
-    message_matrix, f_stride, v_words, out_stride,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
-    WORDS: tl.constexpr, NEXT: tl.constexpr, ROWS: tl.constexpr, DIVIDE: tl.constexpr,
-    ADD: tl.constexpr,
+    message, f, v, out, runs, R, divisor, mask, message_stride, message_next, f_stride, v_stride,
+    out_stride,
+    WIDTH: tl.constexpr, SIZES: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    DIVIDE: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    row_words = units * UNIT
+    k = tl.program_id(1).to(tl.int64)
+    message += k * message_stride
+    f += k * f_stride
+    # Scales of two lanes share a word, see matrix_read_scales.py.
+    v += k * v_stride * (OUTER * INNER // 2)
+    out += k * out_stride
+    for i in tl.static_range(len(SIZES)):
+        if is_of_kind(runs, i):
+            sum_tile(
+                runs[i], message, f, v, out, R, divisor, mask, message_next, WIDTH, SIZES, i,
+                INNER, OUTER, DIVIDE, ADD, THREADS,
+            )  # fmt: skip
+
+
+@jit
+def sum_tile(
+    runs, message, f, v, out, R, divisor, mask, message_next,
+    WIDTH: tl.constexpr, SIZES: tl.constexpr, KIND: tl.constexpr, INNER: tl.constexpr,
+    OUTER: tl.constexpr, DIVIDE: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Sum a program's tile."""
+    UNIT: tl.constexpr = SIZES[KIND][0]
+    OF_WORDS: tl.constexpr = SIZES[KIND][1]
+    WORDS: tl.constexpr = SIZES[KIND][2]
+    NEXT: tl.constexpr = SIZES[KIND][3]
+    ROWS: tl.constexpr = SIZES[KIND][4]
+    run, m, tile = whose_matrix(runs)
+    rows, columns = run.rows, run.columns * UNIT
+    row_words = words_of_row(columns, OUTER * INNER, OF_WORDS)
     across = tl.cdiv(row_words, WORDS)
     # The last tile is moved back to cover only existing rows and words; those of other tiles are
     # also read, but not stored.
-    begin = (tl.program_id(0) // across).to(tl.int64) * ROWS
+    begin = (tile // across).to(tl.int64) * ROWS
     first = tl.minimum(begin, rows - ROWS)
     outer = tl.arange(0, OUTER)[:, None, None]
     next = tl.arange(0, NEXT)[None, None, :]
-    begins = tl.program_id(0) % across * WORDS + tl.arange(0, WORDS // NEXT)[None, :, None] * NEXT
+    begins = tile % across * WORDS + tl.arange(0, WORDS // NEXT)[None, :, None] * NEXT
     # Repeated for all lanes, so that every load has its data in the right thread.
     begins = tl.broadcast_to(begins, [OUTER, WORDS // NEXT, 1])
     w = tl.minimum(begins, row_words - NEXT)
-    k, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    f += k * f_stride + m * R * rows + first
-    # Scales of two lanes share a word, see matrix_read_scales.py.
-    v += (k * v_words + m * R * row_words) * (OUTER * INNER // 2)
+    _, before_codes = head_words(rows, columns)
+    f += first_row(run, m, 0, R) + first
+    v += first_row_word(run, m, 0, R, row_words) * (OUTER * INNER // 2)
     v += outer * (INNER // 2) * row_words + w
-    codes += k * message_stride + m * message_matrix + first * row_words + w
+    codes = message + first_word(run, m, columns, row_words) + before_codes + first * row_words + w
     # No term is minus zero, so the sum may start from zero.
     totals = (tl.zeros([OUTER, WORDS // NEXT, NEXT], tl.float32),) * (ROWS * INNER)
     for _ in range(R):
@@ -131,7 +173,7 @@ def dequantize_matrix_kernel(
         f += rows
         v += OUTER * INNER // 2 * row_words
         codes += message_next
-    out += k * out_stride + (m * rows + first) * columns
+    out += first_element(run, m, columns, UNIT) + first * columns
     j = outer * INNER * row_words + w + next
     for row in tl.static_range(ROWS):
         end = tl.where(first + row >= begin, columns, 0)
@@ -142,7 +184,7 @@ def dequantize_matrix_kernel(
             at = out + row * columns + i * row_words + j
             if ADD:
                 x += widen(tl.load(at, mask=ours))
-                if OUTER * WORDS <= _OF_WARP:
+                if (OUTER * WORDS <= _OF_WARP) | (OUTER * WORDS * 32 < _OF_WARP * THREADS):
                     # All threads must read an element before one writes it.
                     tl.debug_barrier()
             tl.store(at, x.to(out.dtype.element_ty), mask=ours)
@@ -153,41 +195,48 @@ def dequantize_matrix(
     message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
-    runs, total = runs_of(layout)
-    if not runs:
-        return
-    scales = read_scales(message, runs=runs, total=total)
-    for run in runs:
-        its = message[..., run.words].unflatten(2, (run.layout.count, -1))  # [K, R, count, words]
-        _dequantize_rows(its, *scales, out[:, run.elements], run=run, divisor=divisor, add=add)
+    launches, total = runs_of(layout)
+    for runs in launches:
+        f, v = read_scales(message, runs=runs, total=total)
+        _sum_tiles(message, f, v, out, runs=runs, divisor=divisor, add=add)
 
 
-def _dequantize_rows(
-    message: Tensor, f: Tensor, v: Tensor, out: Tensor, *, run: Run, divisor: int, add: bool
+def _sum_tiles(
+    message: Tensor,
+    f: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    runs: Sequence[Run],
+    divisor: int,
+    add: bool,
 ) -> None:
-    """Dequantize the matrices of one shape, with scales of
-    :func:`.matrix_read_scales.read_scales`."""
-    layout, (K, R, count, _) = run.layout, message.shape
+    """Dequantize matrices with scales of :func:`.matrix_read_scales.read_scales`."""
+    layout, (K, R, _) = runs[0].layout, message.shape
     outer = layout.places // _INNER
-    words = min(_WORDS // outer, next_power_of_2(layout.row_words))
-    tiles = cdiv(layout.row_words, words)
-    unit = unit_of(layout.row_words)
-    # A thread has 4 neighbours of each lane.
-    warps = max(1, outer * words // _OF_WARP.value)
     divide = divisor & (divisor - 1) != 0
     # Divisions (which are calls), codes of several bits, and float32 elements take registers.
     many = divide or layout.bits > 1 or out.dtype == torch.float32
-    rows = _ROWS if many else 2 * _ROWS
-    rows = min(rows, 1 << (layout.rows.bit_length() - 1))
-    pairs = layout.places // 2
-    dequantize_matrix_kernel[(cdiv(layout.rows, rows) * tiles, K, count)](
-        message[..., sum(layout.head) :], f[:, R * run.before.rows :],
-        v[:, R * run.before.row_words * pairs :], out, layout.rows, layout.columns,
-        layout.row_words // unit, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.bits) - 1, *message.stride()[:3], f.stride(0), v.stride(0) // pairs,
+    most = _ROWS if many else 2 * _ROWS
+
+    def sizes_of(run: Run) -> tuple[int, ...]:
+        """``SIZES`` of :func:`sum_tile`."""
+        m, unit = run.layout, unit_of(run.layout.row_words)
+        words = min(_WORDS // outer, next_power_of_2(m.row_words))
+        return run.unit, unit, words, min(4, unit), min(most, 1 << (m.rows.bit_length() - 1))
+
+    programs, numbers, sizes = programs_and_alike(
+        runs, sizes_of, lambda m, sizes: cdiv(m.rows, sizes[4]) * cdiv(m.row_words, sizes[2])
+    )
+    # A thread has 4 neighbours of each lane.
+    warps = max(1, outer * max(words for _, _, words, *_ in sizes) // _OF_WARP.value)
+    dequantize_matrix_kernel[(programs, K)](
+        message, f, v, out, numbers, R, float(divisor) if divide else 1.0 / divisor,
+        (1 << layout.bits) - 1, message.stride(0), message.stride(1), f.stride(0),
+        v.stride(0) // (layout.places // 2),
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
-        WIDTH=layout.bits, UNIT=unit, INNER=_INNER, OUTER=outer, WORDS=words,
-        NEXT=min(4, unit), ROWS=rows, DIVIDE=divide, ADD=add, num_warps=warps,
+        WIDTH=layout.bits, SIZES=sizes, INNER=_INNER, OUTER=outer, DIVIDE=divide,
+        ADD=add, THREADS=32 * warps, num_warps=warps, maxnreg=None if many else _REGISTERS,
         enable_fp_fusion=False,
     )  # fmt: skip

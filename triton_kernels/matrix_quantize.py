@@ -1,7 +1,7 @@
 """Quantize a matrix: sums of columns and their scales, then rows: sums, scales, codes, residual.
 
-There are three kernels; the first two are launched once for matrices of all shapes. They read
-gradient and residual twice, by columns and by rows, because a row's scale needs the scales of all
+There are three kernels, each launched once for matrices of several shapes. They read gradient and
+residual twice, by columns and by rows, because a row's scale needs the scales of all
 columns. The rows' kernel is here. A program has some whole rows, in registers, as tables
 ``[places, words]`` like their codes, so that the elements are still there when the codes are
 computed. A row's scale ``f`` follows from its sum. The codes of
@@ -20,6 +20,8 @@ subtraction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,19 @@ from .matrix_numbers import (
     sum_table,
     unit_of,
 )
+from .matrix_runs import (
+    Run,
+    first_column,
+    first_element,
+    first_word,
+    head_words,
+    is_of_kind,
+    programs_and_alike,
+    runs_of,
+    whose_matrix,
+    words_of_row,
+)
 from .matrix_scales import write_scales
-from .matrix_table import Run, runs_of
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
 from .sizes import cdiv, next_power_of_2
@@ -51,9 +64,11 @@ _LEAST = constant(-(2.0**-149))
 _INTEGER = constant(1.5 * 2**23)
 # Elements of a program, unless rows are longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 1024
+# Three programs fit on a multiprocessor. The compiler would use more if there are several kinds of
+# rows, and not spill with as many.
+_REGISTERS = 168
 # Arguments whose alignment makes no difference.
-_PLAIN = ["message", "scales", "codes", "norms", "rows", "units", "distance", "message_stride",
-          "message_matrix", "norms_stride"]  # fmt: skip
+_PLAIN = ["message", "norms", "distance", "message_stride", "norms_stride"]
 
 
 @jit
@@ -122,31 +137,60 @@ def say(x, f, inverse_f, sends, upper, place, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=_PLAIN)
 def quantize_matrix_kernel(
-    grad, residual, uppers, norms, message, scales, codes, rows, columns, units, distance, kept,
-    fresh, grad_stride, residual_stride, message_stride, message_matrix, uppers_stride,
-    norms_stride,
-    WIDTH: tl.constexpr, FITTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
-    LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WHOLE: tl.constexpr, AVERAGE: tl.constexpr,
-    THREADS: tl.constexpr,
+    grad, residual, uppers, norms, message, runs, distance, kept, fresh, grad_stride,
+    residual_stride, message_stride, uppers_stride, norms_stride,
+    WIDTH: tl.constexpr, FITTED: tl.constexpr, SIZES: tl.constexpr, LOG_PLACES: tl.constexpr,
+    AVERAGE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    WORDS: tl.constexpr = 1 << LOG_WORDS
+    d = tl.program_id(1).to(tl.int64)
+    grad += d * grad_stride
+    if residual is not None:
+        residual += d * residual_stride
+    uppers += d * uppers_stride
+    norms += d * norms_stride
+    message += d * message_stride
+    for i in tl.static_range(len(SIZES)):
+        if is_of_kind(runs, i):
+            quantize_rows(
+                runs[i], grad, residual, uppers, norms, message, distance, kept, fresh, WIDTH,
+                FITTED, SIZES, i, LOG_PLACES, AVERAGE, THREADS,
+            )  # fmt: skip
+
+
+@jit
+def quantize_rows(
+    runs, grad, residual, uppers, norms, message, distance, kept, fresh,
+    WIDTH: tl.constexpr, FITTED: tl.constexpr, SIZES: tl.constexpr, KIND: tl.constexpr,
+    LOG_PLACES: tl.constexpr, AVERAGE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Quantize a program's rows."""
+    UNIT: tl.constexpr = SIZES[KIND][0]
+    OF_WORDS: tl.constexpr = SIZES[KIND][1]
+    ROWS: tl.constexpr = SIZES[KIND][2]
+    WORDS: tl.constexpr = SIZES[KIND][3]
+    LOG_WORDS: tl.constexpr = SIZES[KIND][4]
+    WHOLE: tl.constexpr = SIZES[KIND][5]
     ELEMENTS: tl.constexpr = (ROWS * WORDS) << LOG_PLACES
-    row_words = units * UNIT
-    d, m = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    run, m, tile = whose_matrix(runs)
+    rows, columns = run.rows, run.columns * UNIT
+    row_words = words_of_row(columns, 1 << LOG_PLACES, OF_WORDS)
+    first_row = tile.to(tl.int64) * ROWS
     r = tl.arange(0, ROWS)
     exists = r < rows - first_row
     place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
     w = tl.arange(0, WORDS)[None, None, :]
     flat = tl.arange(0, WORDS)[None, :]
-    grad += d * grad_stride + m * rows * columns
+    first = first_element(run, m, columns, UNIT)
+    grad += first
     if residual is not None:
-        residual += d * residual_stride + m * rows * columns
-    uppers += d * uppers_stride + m * columns
-    offset = d * message_stride + m * message_matrix
-    message += offset
-    scales += 4 * offset
-    codes += offset
+        residual += first
+    first = first_column(run, m, columns, UNIT)
+    uppers += first
+    norms += first
+    message += first_word(run, m, columns, row_words)
+    before_rows, before_codes = head_words(rows, columns)
+    scales = (message + before_rows).to(tl.pointer_type(tl.uint8), bitcast=True)
+    codes = message + before_codes
     start = (first_row + r)[:, None, None] * columns
     at_words = (first_row + r)[:, None] * row_words + flat
 
@@ -167,7 +211,7 @@ def quantize_matrix_kernel(
             table += stands_for(x, scale_of(upper), FITTED)
 
     total = sum_table(table, LOG_PLACES, LOG_WORDS)
-    norms = tl.broadcast_to(tl.load(norms + d * norms_stride + m), [ROWS])
+    norms = tl.broadcast_to(tl.load(norms), [ROWS])
     base = tl.load(message)
     byte = tl.div_rn(total, norms) * distance
     byte = ((byte.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - base
@@ -217,28 +261,19 @@ def quantize_matrix(
     average: float,
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
-    D, (runs, total) = grad.shape[0], runs_of(layout)
-    if not runs:
-        return
+    D, (launches, total) = grad.shape[0], runs_of(layout)
     tile, columns = columns_at_a_time(total.columns, D), (D, total.columns)
-    shapes = {
-        "sums": (columns, torch.float32),
-        "tops": ((D, total.columns // tile + total.matrices), torch.int32),
-        "uppers": (columns, torch.int16),
-        "norms": ((D, total.matrices), torch.float32),
-    }
     sums, tops, uppers, norms = (
-        buffer(f"matrix_{name}", shape, dtype, grad.device, None)
-        for name, (shape, dtype) in shapes.items()
-    )
-    sum_columns(grad, residual, sums, tops, runs=runs, tile=tile)
-    write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile)
-    for run in runs:
-        left = None if residual is None else residual[:, run.elements]
-        _quantize_rows(
-            grad[:, run.elements], left, message[:, run.words], uppers[:, run.columns],
-            norms[:, run.matrices], run, average,
-        )  # fmt: skip
+        buffer(f"matrix_{name}", columns, dtype, grad.device, None)
+        for name, dtype in (
+            ("sums", torch.float32), ("tops", torch.int32), ("uppers", torch.int16),
+            ("norms", torch.float32),
+        )
+    )  # fmt: skip
+    for runs in launches:
+        sum_columns(grad, residual, sums, tops, runs=runs, tile=tile)
+        write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile)
+        _quantize_rows(grad, residual, message, uppers, norms, runs, average)
 
 
 def _quantize_rows(
@@ -247,26 +282,33 @@ def _quantize_rows(
     message: Tensor,
     uppers: Tensor,
     norms: Tensor,
-    run: Run,
+    runs: Sequence[Run],
     average: float,
 ) -> None:
-    """Quantize the rows of the matrices of one shape."""
-    layout = run.layout
-    message = message.unflatten(1, (layout.count, -1))  # [D, count, words]
-    unit, words = unit_of(layout.row_words), layout.words_at_a_time
-    of_row = words * layout.places
-    rows = min(max(1, _ELEMENTS // of_row), next_power_of_2(layout.rows))
+    """Quantize the rows of matrices."""
+    layout = runs[0].layout
+    programs, numbers, sizes = programs_and_alike(
+        runs, _sizes, lambda m, sizes: cdiv(m.rows, sizes[2])
+    )
+    elements = layout.places * max(rows * words for _, _, rows, words, *_ in sizes)
     # Accesses that are not aligned take more registers.
-    of_warp = _OF_WARP if min(unit, unit_of(layout.columns)) >= 8 else _OF_WARP // 2
-    warps = max(1, rows * of_row // of_warp)
-    scales = message[..., sum(layout.head[:2]) : sum(layout.head)].view(torch.uint8)
-    quantize_matrix_kernel[(cdiv(layout.rows, rows), len(grad), layout.count)](
-        grad, residual, uppers, norms, message, scales, message[..., sum(layout.head) :],
-        layout.rows, layout.columns, layout.row_words // unit, layout.distance, average,
-        1 - average, grad.stride(0), 0 if residual is None else residual.stride(0),
-        message.stride(0), message.stride(1), uppers.stride(0), norms.stride(0),
-        WIDTH=layout.bits, FITTED=layout.fitted, UNIT=unit, ROWS=rows,
-        LOG_PLACES=layout.places.bit_length() - 1, LOG_WORDS=words.bit_length() - 1,
-        WHOLE=words >= layout.row_words, AVERAGE=average != 0, THREADS=32 * warps,
-        num_warps=warps, enable_fp_fusion=False,
+    aligned = all(min(unit, of_words) >= 8 for unit, of_words, *_ in sizes)
+    warps = max(1, elements // (_OF_WARP if aligned else _OF_WARP // 2))
+    quantize_matrix_kernel[(programs, len(grad))](
+        grad, residual, uppers, norms, message, numbers, layout.distance, average, 1 - average,
+        grad.stride(0), 0 if residual is None else residual.stride(0), message.stride(0),
+        uppers.stride(0), norms.stride(0),
+        WIDTH=layout.bits, FITTED=layout.fitted, SIZES=sizes,
+        LOG_PLACES=layout.places.bit_length() - 1, AVERAGE=average != 0, THREADS=32 * warps,
+        num_warps=warps, maxnreg=_REGISTERS if grad.itemsize == 2 else None,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _sizes(run: Run) -> tuple[int, ...]:
+    """``SIZES`` of :func:`quantize_rows`."""
+    m, words = run.layout, run.layout.words_at_a_time
+    rows = min(max(1, _ELEMENTS // (words * m.places)), next_power_of_2(m.rows))
+    return (
+        run.unit, unit_of(m.row_words), rows, words, words.bit_length() - 1, words >= m.row_words,
     )  # fmt: skip

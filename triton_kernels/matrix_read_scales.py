@@ -22,16 +22,16 @@ from tagc.ops.matrix import NOT_FINITE, NOTHING
 
 from .jit import constant, jit, tl
 from .matrix_numbers import row_scale, scale_of, upper_of
-from .matrix_table import (
+from .matrix_runs import (
     Before,
     Run,
     first_row,
     first_row_word,
     first_word,
     head_words,
-    programs_and_table,
-    shape_of,
+    programs_and_runs,
     whose_matrix,
+    words_of_row,
 )
 from .scratch import buffer
 from .sizes import cdiv
@@ -40,22 +40,22 @@ _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
 _WARPS = 4
-_PLAIN = ["message", "f", "v", "table", "runs", "R", "message_stride", "message_next", "f_stride",
+_PLAIN = ["message", "f", "v", "R", "message_stride", "message_next", "f_stride",
           "v_stride"]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, table, runs, R, message_stride, message_next, f_stride, v_stride,
+    message, f, v, runs, R, message_stride, message_next, f_stride, v_stride,
     PAIRS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     k, r = tl.program_id(1).to(tl.int64) // R, tl.program_id(1).to(tl.int64) % R
-    table, m, tile = whose_matrix(table, runs)
-    rows, columns, row_words = shape_of(table, 1)
+    run, m, tile = whose_matrix(runs)
+    rows, columns, row_words = run.rows, run.columns, words_of_row(run.columns, 2 * PAIRS, 1)
     word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += k * message_stride + r * message_next + first_word(table, m)
-    f += k * f_stride + first_row(table, m, r, R, rows)
-    v += (k * v_stride + first_row_word(table, m, r, R, row_words)) * PAIRS
+    message += k * message_stride + r * message_next + first_word(run, m, columns, row_words)
+    f += k * f_stride + first_row(run, m, r, R)
+    v += (k * v_stride + first_row_word(run, m, r, R, row_words)) * PAIRS
     before_rows, before_codes = head_words(rows, columns)
 
     both = tl.zeros([WORDS], tl.uint32)
@@ -92,12 +92,12 @@ def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple
     rows, columns = (K, R * total.rows), (K, R * total.row_words * pairs)
     f = buffer("matrix_f", rows, torch.float32, message.device, None)
     v = buffer("matrix_v", columns, torch.int32, message.device, None)
-    programs, of_table = programs_and_table(
-        runs, lambda m: cdiv(max(m.row_words * pairs, m.head[2]), _WORDS), 1, message.device
+    programs, numbers = programs_and_runs(
+        runs, lambda m: cdiv(max(m.row_words * pairs, m.head[2]), _WORDS)
     )
     matrix_read_scales_kernel[(programs, K * R)](
-        message, f, v, **of_table, R=R, message_stride=message.stride(0),
-        message_next=message.stride(1), f_stride=R * total.rows, v_stride=R * total.row_words,
+        message, f, v, numbers, R, message.stride(0), message.stride(1), R * total.rows,
+        R * total.row_words,
         PAIRS=pairs, WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

@@ -29,17 +29,14 @@ from .matrix_numbers import (
     sum_table,
     upper_of,
 )
-from .matrix_table import (
+from .matrix_runs import (
     Run,
     first_column,
-    first_top,
     first_word,
     head_words,
-    log_of_rows,
-    number_of,
-    programs_and_table,
-    shape_of,
+    programs_and_runs,
     whose_matrix,
+    words_of_row,
 )
 from .sizes import cdiv
 
@@ -49,31 +46,31 @@ _WORDS = 128
 # Elements per warp of the sum over columns, and the fewest warps.
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
-    "sums", "tops", "message", "uppers", "norms", "table", "runs", "message_stride", "sums_stride",
-    "tops_stride", "norms_stride",
+    "sums", "tops", "message", "uppers", "norms", "message_stride", "sums_stride", "norms_stride",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, message, uppers, norms, table, runs, message_stride, sums_stride, tops_stride,
-    norms_stride,
+    sums, tops, message, uppers, norms, runs, message_stride, sums_stride, norms_stride,
     FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
-    table, m, tile = whose_matrix(table, runs)
-    rows, columns, row_words = shape_of(table, 1)
+    run, m, tile = whose_matrix(runs)
+    rows, columns, row_words = run.rows, run.columns, words_of_row(run.columns, 1 << LOG_PLACES, 1)
     word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += d * message_stride + first_word(table, m)
-    column = first_column(table, m, columns, 1)
-    tops += d * tops_stride + first_top(table, m, columns, 1, COLUMNS)
+    message += d * message_stride + first_word(run, m, columns, row_words)
+    column = first_column(run, m, columns, 1)
     sums += d * sums_stride + column
+    tops += d * sums_stride + column
     uppers += d * sums_stride + column
     top = largest_of(tops, tl.cdiv(columns, COLUMNS))
     before_rows, before_codes = head_words(rows, columns)
     if tile == 0:
-        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows(table)
+        # Half of a number's upper bits that are ones may go: then it is not rounded up.
+        log_of_rows = ((rows & ~(rows >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
         place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
@@ -88,8 +85,7 @@ def matrix_scales_kernel(
                 v = v * v
             terms += v
         norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
-        norms += d * norms_stride + number_of(table, m)
-        tl.store(norms + tl.arange(0, 1), norm)
+        tl.store(norms + d * norms_stride + column + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
@@ -118,18 +114,16 @@ def write_scales(
     Args:
         sums, tops, tile: of :func:`.matrix_columns.sum_columns`.
         uppers: like ``sums``, int16, written: the upper 10 bits of the columns' scales.
-        norms: ``[D, matrices]`` float32, written: divisors of the rows' sums.
+        norms: like ``sums``, written: the divisor of the rows' sums, of each matrix at its first
+            column.
     """
     layout = runs[0].layout
     words = max(run.layout.words_at_a_time for run in runs)
     warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
-    programs, of_table = programs_and_table(
-        runs, lambda m: cdiv(max(m.head), _WORDS), 1, message.device
-    )
+    programs, numbers = programs_and_runs(runs, lambda m: cdiv(max(m.head), _WORDS))
     matrix_scales_kernel[(programs, len(message))](
-        sums, tops, message, uppers, norms, **of_table,
-        message_stride=message.stride(0), sums_stride=sums.stride(0), tops_stride=tops.stride(0),
-        norms_stride=norms.stride(0),
+        sums, tops, message, uppers, norms, numbers, message.stride(0), sums.stride(0),
+        norms.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, num_warps=warps,
         enable_fp_fusion=False,

@@ -23,7 +23,7 @@ class Compiled:
 
     name: str
     arch: int
-    signature: dict[str, str]  # Triton types by argument
+    signature: dict[str, Any]  # Triton types by argument, of tuples as tuples
     registers: int
     spilled: int  # bytes, stores and loads
     ptx: str
@@ -31,7 +31,8 @@ class Compiled:
     @property
     def variant(self) -> str:
         """Types of the tensors."""
-        return ", ".join(f"{k} {v[1:]}" for k, v in self.signature.items() if v.startswith("*"))
+        of_tensors = {k: v for k, v in self.signature.items() if str(v).startswith("*")}
+        return ", ".join(f"{k} {v[1:]}" for k, v in of_tensors.items())
 
 
 class Compiler:

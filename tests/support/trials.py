@@ -230,6 +230,10 @@ def _matrices(each: int | None) -> Iterator[Trial]:
             if count == 2:
                 before = replace(layout, rows=rows + 2, count=1)
                 layout = Matrices((before, layout, replace(layout, rows=3, columns=columns + 24)))
+            elif count == 4:  # more shapes than one launch takes
+                shapes = ((6, 40), (2, 16), (5, 40), (9, 5))
+                others = (replace(layout, rows=r, columns=c, count=1) for r, c in shapes)
+                layout = Matrices((layout, *others))
             encoder, decoder = matrix_calls(layout, (grad, residual), average, divisor, ranks)
             calls += [(replace(encoder, rows=(D,)), given), (_twofold(decoder), given)]
         compiled = (bits, grad, residual) in MATRICES

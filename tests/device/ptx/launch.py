@@ -71,8 +71,15 @@ def emulated(
 
 def _arguments(kernel: Any, named: dict[str, Any]) -> list[tuple[str, str, Any]]:
     """Name, type and value of what is no constant, in order."""
-    signature = kernel.src.signature
-    return [(n, kind, named[n]) for n, kind in signature.items() if kind != "constexpr"]
+
+    def flat(name: str, kind: Any, value: Any) -> Iterator[tuple[str, str, Any]]:
+        if isinstance(kind, tuple):
+            for one, its in zip(kind, value, strict=True):
+                yield from flat(name, one, its)
+        elif kind != "constexpr":
+            yield name, kind, value
+
+    return [x for n, kind in kernel.src.signature.items() for x in flat(n, kind, named[n])]
 
 
 def execute(

@@ -62,8 +62,11 @@ def _parameter(i: Instruction) -> Step:
     target = i.operands[0]
 
     def run(t: Threads, mask: Array | None) -> None:
-        bits = t.parameters[name] & ((1 << i.bits) - 1)
-        t.write(target, _widened(BITS[i.bits](bits), i, t.kernel.width(target)), mask)
+        if name.startswith("%"):  # the number of a parameter, as an address
+            bits = np.array([*t.parameters.values()], np.uint64).take(t.read(name), mode="clip")
+        else:
+            bits = np.uint64(t.parameters[name])
+        t.write(target, _widened(bits.astype(BITS[i.bits]), i, t.kernel.width(target)), mask)
 
     return run
 

@@ -111,6 +111,9 @@ def operand(text: str, bits: int) -> Operand:
     if text == "global_smem":
         zero = BITS[bits](0)
         return lambda t: zero
+    if parameter := re.fullmatch(r"\w+_param_(\d+)", text):  # its address is its number
+        number = BITS[bits](int(parameter[1]))
+        return lambda t: number
     if bits == 1:
         flag = np.bool_(int(text) != 0)
         return lambda t: flag
