@@ -8,7 +8,6 @@ import torch
 
 import tagc.ops
 from support.garbage import collect_seldom
-from support.marks import varied
 
 # Test processes share few cores, where OpenMP threads that spin for work cost more than they do.
 torch.set_num_threads(1)
@@ -36,22 +35,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from support.compiling import compile_all
 
         compile_all()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``some(n)`` all but ``n`` cases are for `make test-slow`."""
-    cases: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        marked = item.get_closest_marker("some") and not item.get_closest_marker("slow")
-        if isinstance(item, pytest.Function) and marked:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_test in cases.values():
-        mark = of_test[0].get_closest_marker("some")
-        assert mark is not None
-        chosen = varied(of_test, *mark.args)
-        for item in of_test:
-            if item not in chosen:
-                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
