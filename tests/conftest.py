@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tagc.ops
-from support.garbage import collect_seldom
+from support.distributed import collect_seldom
 
 # Test processes share few cores, where OpenMP threads that spin for work cost more than they do.
 torch.set_num_threads(1)

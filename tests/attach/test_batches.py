@@ -15,8 +15,7 @@ from torch import Tensor
 
 import tagc
 from support.coded_mesh import coded, mesh_of
-from support.distributed import on_ranks
-from support.failing import fails
+from support.distributed import fails, on_ranks
 from tagc.groups.activations import CodedCollectives
 from tagc.groups.works import Batches
 

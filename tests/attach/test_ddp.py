@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.block_net import wrap
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import equal
-from support.failing import fails
 from support.small_net import local, loss_of, net
 from support.states import POLICIES, residual_sums
 from support.units import gathered

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tagc
 from support.block_net import wrap
-from support.distributed import on_ranks
-from support.failing import fails
+from support.distributed import fails, on_ranks
 from support.gathering import INT8, KEPT
 
 

@@ -22,9 +22,8 @@ from parity.option import wrap_blocks
 from support import small_net
 from support.block_net import net, sharded, wrap
 from support.counting import counted_bytes
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import EXACT, equal
-from support.failing import fails
 from support.profiling import profiled_functions
 from support.small_net import EVERYTHING
 from support.units import policy

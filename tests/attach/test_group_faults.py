@@ -20,8 +20,7 @@ from torch import Tensor
 
 import tagc
 from support.coded_mesh import policy
-from support.distributed import on_ranks
-from support.failing import fails
+from support.distributed import fails, on_ranks
 from support.marks import slow
 from tagc.collect.transport import all_gather, reduce_scatter
 from tagc.groups.activations import SMALL_MESSAGE

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import tagc
 from support.coded_mesh import added, coded, mesh_of, policy
-from support.distributed import as_on_nccl, on_ranks
-from support.failing import fails
+from support.distributed import as_on_nccl, fails, on_ranks
 from support.marks import slow
 from tagc.codecs.rows import ExponentCoder, RowCoder
 from tagc.collect.transport import all_gather, reduce_scatter

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from parity.model import loss_of
 from parity.option import once
 from support.block_net import net, recomputing, sharded, wrap
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import EXACT, equal
-from support.failing import fails
 from support.gathering import INT8, KEPT, gathering, recorded
 from support.small_net import local_grads, local_weights
 

@@ -21,9 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 import tagc
 from support import fsdp1_net, small_net
 from support.block_net import wrap
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import EXACT, equal
-from support.failing import fails
 from support.layouts import Layout
 from support.site_net import FOUR_BITS, adam, policy
 from support.site_net import train as train_site

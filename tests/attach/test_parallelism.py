@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import tagc
 from support.block_net import wrap
 from support.coded_mesh import mesh_of, policy
-from support.distributed import on_ranks
-from support.failing import fails
+from support.distributed import fails, on_ranks
 from support.parallel_net import loss_of, parallel
 from tagc.groups.mesh import bytes_by_dimension
 

@@ -26,8 +26,7 @@ import tagc
 from parity.fsdp2_options import in_two_meshes
 from parity.option import two_by_two
 from support import block_net, small_net
-from support.distributed import on_ranks
-from support.failing import fails
+from support.distributed import fails, on_ranks
 from support.fsdp1_net import CPU, FSDP
 from support.fsdp1_net import sharded as by_fsdp1
 from support.gathering import INT8, gathering

@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tagc
 from support.block_net import wrap
-from support.distributed import as_on_nccl, on_ranks
+from support.distributed import as_on_nccl, fails, on_ranks
 from support.exact import EXACT
-from support.failing import fails
 from support.gathering import INT8, gathering
 from support.marks import slow
 from support.paths import EXAMPLES

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import EXACT
-from support.failing import fails
 from support.host_reducers import host_reducer, in_two_levels
 from support.launching import missing_mask
 from support.units import codec_plan, matrix_plan, on_grid, plan_of, unit_reducer, world

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.elastic import Round
 from support.elastic_site import DELAYED, POLICY, ElasticSite, check_accounts, joined
 from support.exact import equal
-from support.failing import fails
 from support.marks import slow
 from support.site_net import DENSE, FOUR_BITS, in_sites, policy, train
 from support.small_net import local_weights

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import tagc
 from support.conservation import Accounts
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import equal
-from support.failing import fails
 from support.site_net import FOUR_BITS, adam, in_sites, inside, policy, train
 from support.small_net import Net, local_weights, net
 from support.units import gathered

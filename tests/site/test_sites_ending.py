@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import tagc
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import equal
-from support.failing import fails
 from support.site_net import FOUR_BITS, in_sites, policy, train
 from support.small_net import local_weights
 from tagc.collect import timeout_of

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
-from support.distributed import on_ranks
+from support.distributed import fails, on_ranks
 from support.exact import equal
-from support.failing import fails
 from support.marks import slow
 from support.site_net import FOUR_BITS, adam, inside, policy, train
 from support.small_net import local, local_weights, net, sharded

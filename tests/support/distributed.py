@@ -36,8 +36,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from support.garbage import collect_seldom
-
 # A rank left alone in a collective waits for this share of the time limit. Then it can report where
 # it waited.
 _GROUP_SHARE = 1 / 3
@@ -100,6 +98,15 @@ def on_ranks(*world_sizes: Any, timeout: float = 60) -> Callable[[Callable[..., 
         return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
+
+
+def fails(call: Callable[[], Any]) -> tuple[str, str]:
+    """The type and message of what `call` raises, as text that ranks can compare."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
 
 
 @contextmanager
@@ -275,3 +282,12 @@ def _collect() -> None:
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
         gc.freeze()
+
+
+def collect_seldom() -> None:
+    """Exclude imported objects from garbage collections, and make them rarer: they took about a
+    fifth of the time of tests on ranks."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+    # Otherwise libraries that count leftover objects at the end report a leak.
+    atexit.register(gc.unfreeze)
