@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -245,28 +246,14 @@ FSDP2: dict[str, Option] = {
     ),
 }
 REPLICAS: dict[str, Option] = {
-    "plain": Option(shard=by_block),
-    "force_sum_reduction": Option(
-        shard=by_block, configure=SUMS, sums=True, divides=lambda ranks: ranks
+    **some(
+        FSDP2,
+        "plain; force_sum_reduction; gradient_sync off; accumulation with sync; clip_grad_norm_; "
+        "some parameters frozen; tied weights; reshard_after_forward=False; CPU offload; "
+        "loss in chunks",
     ),
-    "gradient_sync off": Option(shard=by_block, backward=unsynced),
-    "accumulation with sync": Option(shard=by_block, backward=synced),
     "requires_all_reduce off": Option(shard=by_block, backward=not_replicated),
-    "requires_all_reduce off, sums": Option(
-        shard=by_block,
-        configure=SUMS,
-        backward=not_replicated,
-        sums=True,
-        divides=lambda ranks: ranks,
-    ),
-    "clip_grad_norm_": Option(shard=by_block, after=clip),
-    "some parameters frozen": Option(prepare=freeze_some, shard=by_block),
-    "tied weights": Option(net={"tied": True}, shard=by_block),
-    "reshard_after_forward=False": Option(shard=partial(by_block, reshard_after_forward=False)),
-    "CPU offload": Option(
-        shard=partial(by_block, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    ),
-    "loss in chunks": Option(shard=ends_together, backward=backward_in_chunks),
+    "requires_all_reduce off, sums": replace(FSDP2["force_sum_reduction"], backward=not_replicated),
 }
 # On hosts of two ranks.
 HOSTS: dict[str, Option] = {
