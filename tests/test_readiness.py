@@ -21,7 +21,8 @@ from torch import Tensor
 import tagc
 from support.distributed import run_ranks
 from support.small_net import local_grads, loss_of, sharded
-from tagc.ops import reference
+from tagc.handle.collectives import make_ready
+from tagc.ops import get_ops, reference
 from tagc.selfcheck.calls import OPERATORS
 from tagc.selfcheck.inputs import PLACEMENTS
 
@@ -159,3 +160,29 @@ def test_a_sketch_on_its_own_is_checked_once():
         once = len(standin.ran)
         codec.encode(x)
         assert len(standin.ran) == once + 1
+
+
+def test_kernels_for_gpus_are_compiled_and_checked(monkeypatch):
+    """On an emulated device; a wrong one is refused."""
+    pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
+    from device.ptx.launch import emulated
+
+    rule = POLICY["gradients"][0] | {"when": {"name": "a.*"}}
+    eight = {"when": rule["when"], "codec": {"kind": "quantized", "bits": 8}}
+    both = {"schema": 1, "gradients": [rule], "parameters": [eight]}
+    plan = tagc.explain({"a.weight": (32, 64), "b.bias": (32,)}, both, world_size=2)
+    ops, cpu = get_ops("cuda", "triton"), torch.device("cpu")
+    monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
+    with emulated() as launches:
+        text = make_ready(plan, ops, cpu, shown=False)
+    assert text is not None
+    assert text.startswith("kernels: 4 kinds of calls give the reference's bits")
+    # Of gradients and of parameters, wherever tensors lie.
+    each = 2 * len(PLACEMENTS)
+    assert launches == {"quantize_kernel": each, "dequantize_kernel": each}
+    monkeypatch.setattr("tagc.selfcheck.checking._PASSED", set())
+    with (
+        emulated(change=lambda ptx: ptx.replace("min.f32", "max.f32", 1)),
+        pytest.raises(tagc.KernelError, match=r"quantize_and_put\(.*: aligned: \d+ of \d+ elem"),
+    ):
+        make_ready(plan, ops, cpu, shown=False)
