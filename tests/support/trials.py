@@ -446,7 +446,7 @@ def shards(numel: int) -> Trial:
     for bits, columns in ((1, 1001), (2, 1024), (1, TILE + 3)):
         layout = MatrixLayout(rows=-(-numel // columns), columns=columns, bits=bits)
         calls += matrix_calls(layout, (BF16 if bits == 2 else F32, None), 0.0, 3, 2)
-    for symbol, dtype in (("int8x4", BF16), ("int32x1", F32)):
+    for symbol, dtype in (("int8x4", BF16), ("int16x2", F32), ("int32x1", F32)):
         layout = plan_layout(numel, SYMBOLS[symbol], numel // 50)
         calls += encoder_calls(layout, (dtype, None), 2, 2)
     given = Inputs(kind=ROUGH, small=False)
