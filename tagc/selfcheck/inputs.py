@@ -48,8 +48,9 @@ _PARTITION, _WORDS_OF_LARGE = 65_600, 1000
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a case. They are ``usual``; ``rough``, with magnitudes of all sizes and
-    non-finite values; or ``ties``, with few different numbers, all finite."""
+    """The inputs of a case. They are ``usual``, with an infinity; ``finite``; ``rough``, with
+    magnitudes of all sizes and non-finite values; or ``ties``, with few different numbers, all
+    finite."""
 
     kind: str = "usual"
     above: float | None = None  # share of a row's groups that reach the threshold
@@ -165,7 +166,7 @@ class Maker:
 
     def spoilt(self, x: Tensor) -> Tensor:
         """``x`` ``[R, n]``. Usual inputs get an infinity in the last row, and rough inputs the
-        rough values. Ties stay as they are."""
+        rough values. Others stay as they are."""
         if x.numel() and self.inputs.kind == "usual":
             x[-1, x.shape[-1] // 3] = torch.inf
         if x.numel() and self.inputs.kind == "rough":

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from support import oracle
-from support.trials import BF16, F16, F32, Case, Trial, case_with
+from support.trials import BF16, F16, F32, Case, Trial, case_of, case_with, sketch_layout
 from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
 from tagc.ops.blocks import BITS, BlockLayout
 from tagc.ops.matrix import SPAN, MatrixLayout
-from tagc.ops.sketch import SketchLayout, plan_layout
+from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import SIDE, STATES, THRESHOLD
+from tagc.selfcheck.calls import encoder_calls
+from tagc.selfcheck.inputs import Inputs
 
 I32, REFERENCE = torch.int32, get_ops("cpu", "reference")
 NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(F32).max
@@ -47,41 +49,41 @@ def edges() -> list[Trial]:
 # Blocks
 
 
-def blocks(
+def quantizing(
     x: Tensor,
-    bits: int,
-    residual: Tensor | torch.dtype | None = F32,
+    layout: BlockLayout | MatrixLayout,
+    residual: Tensor | torch.dtype | None,
     *,
-    block: int = 32,
     average: float = 0.0,
     dtype: torch.dtype = F32,
     divisor: int = 3,
 ) -> Iterator[Case]:
     """Quantize rows ``[R, n]``, then add up their messages; a dtype means a residual of zeros."""
-    layout = BlockLayout(numel=x.shape[1], bits=bits, block=block)
     left = torch.zeros_like(x, dtype=residual) if isinstance(residual, torch.dtype) else residual
     message = oracle.poisoned(len(x), layout.words, dtype=I32)
     tensors = {"grad": x, "residual": left, "message": message}
-    made = case_with("quantize", tensors, layout=layout, average=average)
+    operator = "quantize" if isinstance(layout, BlockLayout) else "quantize_matrix"
+    made = case_with(operator, tensors, layout=layout, average=average)
     yield made
     sent = made.run(REFERENCE, Tensor.clone)["message"]
-    yield from sums_of_blocks(sent[None], layout, (dtype, divisor))
+    yield from sums(f"de{operator}", sent[None], layout, (dtype, divisor))
 
 
-def sums_of_blocks(
-    message: Tensor, layout: BlockLayout, *results: tuple[torch.dtype, int]
+def sums(
+    operator: str, message: Tensor, layout: Any, *results: tuple[torch.dtype, int]
 ) -> Iterator[Case]:
     """Add up messages ``[K, R, words]`` for results of these dtypes and divisors."""
     for dtype, divisor in results:
         out = oracle.poisoned(len(message), layout.numel, dtype=dtype)
         tensors = {"message": message, "out": out}
-        yield case_with("dequantize", tensors, layout=layout, divisor=divisor, add=False)
+        yield case_with(operator, tensors, layout=layout, divisor=divisor, add=False)
 
 
-def sent_blocks(x: Tensor, layout: BlockLayout) -> Tensor:
-    message = torch.empty(len(x), layout.words, dtype=I32)
-    REFERENCE.quantize(x, None, message, layout=layout, average=0.0)
-    return message
+def blocks(
+    x: Tensor, bits: int, residual: Tensor | torch.dtype | None = F32, **given: Any
+) -> Iterator[Case]:
+    """Blocks of 32 elements, see :func:`quantizing`."""
+    return quantizing(x, BlockLayout(numel=x.shape[1], bits=bits, block=32), residual, **given)
 
 
 @edge("blocks: the largest numbers, and sums that overflow")
@@ -131,11 +133,11 @@ def _() -> Iterator[Case]:
         words = rng.integers(-(2**31), 2**31, (2, 3, layout.words), dtype=np.int32)
         words[0, :, : layout.scale_words] = 0x41203C9A  # of all codes, also -levels - 1
         words[1, :, 0] = np.int32(-0x80000000 + 0x8000)  # minus zeros do not become zeros
-        yield from sums_of_blocks(torch.from_numpy(words), layout, (F32, 3))
-    layout = BlockLayout(numel=64, bits=8, block=32)
-    message = sent_blocks(torch.full((4, 64), 3e38), layout)
+        yield from sums("dequantize", torch.from_numpy(words), layout, (F32, 3))
+    made = next(blocks(torch.full((4, 64), 3e38), 8, None))
+    message, layout = made.run(REFERENCE, Tensor.clone)["message"], made.call.option("layout")
     for several in (message[None], message[:, None]):
-        yield from sums_of_blocks(several, layout, (F32, 1), (F16, 4), (BF16, 1))
+        yield from sums("dequantize", several, layout, (F32, 1), (F16, 4), (BF16, 1))
 
 
 # Matrices
@@ -146,42 +148,21 @@ def matrix(
     bits: int = 1,
     residual: Tensor | torch.dtype | None = F32,
     *,
-    average: float = 0.0,
     level: float = 1.0,
-    dtype: torch.dtype = F32,
-    divisor: int = 3,
+    **given: Any,
 ) -> Iterator[Case]:
-    """Quantize matrices ``[rows, columns]`` or ``[D, rows, columns]``, then add up the messages."""
+    """Matrices ``[rows, columns]`` or ``[D, rows, columns]``, see :func:`quantizing`."""
     x = x[None] if x.ndim == 2 else x
-    rows, columns = x.shape[1:]
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, level=level)
-    left = torch.zeros_like(x, dtype=residual) if isinstance(residual, torch.dtype) else residual
-    tensors = {
-        "grad": x.flatten(1),
-        "residual": None if left is None else left.reshape(len(x), -1),
-        "message": oracle.poisoned(len(x), layout.words, dtype=I32),
-    }
-    made = case_with("quantize_matrix", tensors, layout=layout, average=average)
-    yield made
-    sent = made.run(REFERENCE, Tensor.clone)["message"]
-    yield sum_of_matrices(sent, layout, dtype, divisor)
-
-
-def sum_of_matrices(
-    message: Tensor, layout: MatrixLayout, dtype: torch.dtype = F32, divisor: int = 3
-) -> Case:
-    out = oracle.poisoned(1, layout.numel, dtype=dtype)
-    tensors = {"message": message[None], "out": out}
-    return case_with("dequantize_matrix", tensors, layout=layout, divisor=divisor, add=False)
+    layout = MatrixLayout(rows=x.shape[1], columns=x.shape[2], bits=bits, level=level)
+    left = residual.reshape(len(x), -1) if isinstance(residual, Tensor) else residual
+    return quantizing(x.flatten(1), layout, left, **given)
 
 
 def random_matrix(shape: tuple[int, int, int], rng: np.random.Generator) -> Tensor:
     """Heavy-tailed, with zeros and ties; rows and columns have scales of their own."""
-    D, rows, columns = shape
-    of_rows, of_columns = (torch.from_numpy(rng.normal(size=n)) for n in (rows, columns))
-    return (oracle.values((D, rows, columns), rng) * of_rows.exp()[:, None] * of_columns.exp()).to(
-        F32
-    )
+    of_rows, of_columns = (np.exp(rng.normal(size=n)) for n in shape[1:])
+    x = np.round(rng.laplace(size=shape) ** 3) * (rng.random(shape) < 0.8)
+    return torch.from_numpy(x * of_rows[:, None] * of_columns).float()
 
 
 def on_edge(edge: float, rng: np.random.Generator) -> Tensor:
@@ -289,36 +270,14 @@ def encoding(
     room: float = 3.0,
     seed: int = 0,
 ) -> Case:
-    """Encode random rows. ``hashes`` and ``room``, cells per kept group, make a layout; 0 takes the
-    planned one, 1 a cell for each group."""
-    name, grad_dtype, residual_dtype = form
-    rng, symbol, (above, keep) = np.random.default_rng([n, seed]), SYMBOLS[name], MODES[mode]
-    grad = oracle.values((W, n), rng).to(grad_dtype)
-    residual = None if residual_dtype is None else oracle.values((W, n), rng).to(residual_dtype)
-    groups = -(-n // symbol.lanes)
-    x = grad.float() if residual is None else grad.float() + residual.float()
-    whole = torch.nn.functional.pad(x, (0, groups * symbol.lanes - n)).unflatten(1, (groups, -1))
-    size = whole.abs().amax(-1).sort(1, descending=True).values
-    threshold = size[:, min(groups - 1, round(above * groups))].clamp(min=2.0**-20)
-    capacity = int(keep * groups)
-    layout = plan_layout(n, symbol, W * capacity)
-    if hashes == 1:
-        layout = replace(layout, keys=groups, hashes=1, partition=groups)
-    elif hashes:
-        cells = max(32, int(room * layout.keys))
-        layout = replace(layout, hashes=hashes, partition=-(-cells // hashes))
-    tensors = {
-        "grad": grad,
-        "residual": residual,
-        "threshold": threshold,
-        "step": torch.exp2(threshold.log2().floor() - 2),
-        "seed": torch.from_numpy(rng.integers(-(2**31), 2**31, 1, dtype=np.int32)),
-        "index": oracle.poisoned(W, layout.index_words, dtype=I32),
-        "cells": oracle.poisoned(W, layout.cells, dtype=I32),
-        "counts": oracle.poisoned(W, 4, dtype=I32),
-        "support": None,
-    }
-    return case_with("encode", tensors, layout=layout, levels=symbol.levels(W), capacity=capacity)
+    """Encode random rows, all of them finite, with a :func:`sketch_layout`."""
+    name, gradient, residual = form
+    above, keep = MODES[mode]
+    capacity = int(keep * -(-n // SYMBOLS[name].lanes))
+    layout = sketch_layout(n, name, W * capacity, hashes, room)
+    call, *_ = encoder_calls(layout, (gradient, residual), 1, W, capacity)
+    given = Inputs("finite", above=above, destinations=W, small=False, seed=seed)
+    return case_of(call, given)
 
 
 def changed(made: Case, **options: Any) -> Case:

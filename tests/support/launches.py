@@ -1,7 +1,8 @@
-"""Record launches of Triton kernels instead of compiling or running them; needs no GPU."""
+"""The modules of the Triton kernels, and a record of what they launch instead of running it."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,11 @@ from unittest import mock
 
 # A kernel's name, its constants, and the tensors that it did not get.
 Variant = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
+
+
+def kernels(name: str) -> Any:
+    """A module of the kernels' package, which not every machine can import."""
+    return importlib.import_module(f"tagc.triton_kernels.{name}")
 
 
 @contextmanager

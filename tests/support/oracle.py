@@ -102,15 +102,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def values(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
-    """Heavy-tailed values with zeros of both signs, and coarse, so with many ties."""
-    x = rng.laplace(size=shape) ** 3
-    if rng.random() < 0.5:
-        x = np.round(x)
-    x = np.where(rng.random(shape) < 0.2, 0.0, x) * rng.choice([-1, 1], shape)
-    return torch.from_numpy(x.astype(np.float32))
-
-
 def dither_of(seed: int, n: int) -> np.ndarray:
     """The dither for ``n`` codes of a row with this seed, float64."""
     salt = mix(seed & MASK)
