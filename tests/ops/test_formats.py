@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from torch import Tensor
 
 from support import oracle
 from support.edges import blocks, matrix
-from support.trials import Case, dense_layout
+from support.trials import BF16, Case, dense_layout
 from tagc.ops import get_ops
 from tagc.ops.blocks import BlockLayout
+from tagc.ops.exact import ExactLayout
+from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import Matrices, MatrixLayout, parts_of, shard_shape
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 
 REFERENCE = get_ops("cpu", "reference")
 
@@ -22,6 +27,9 @@ REFERENCE = get_ops("cpu", "reference")
 def words(case: Case) -> list[int]:
     """Of the first message, unsigned. Trials compare other implementations with the reference."""
     return [w & oracle.MASK for w in case.run(REFERENCE, Tensor.clone)["message"][0].tolist()]
+
+
+keyed = partial(plan_layout, symbol=SYMBOLS["int32x1"], keys=1)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +44,14 @@ def words(case: Case) -> list[int]:
         (MatrixLayout, {"rows": 1, "columns": 1, "count": 0}, "count must be at least 1, got 0"),
         (MatrixLayout, {"rows": 1, "columns": 1, "bits": 3}, r"one of \(1, 2\), got 3"),
         (MatrixLayout, {"rows": 1, "columns": 1, "level": math.nan}, r"in \[0.25, 4\), got nan"),
+        (ExactLayout, {"spans": (3, -1), "dtype": BF16}, r"not be negative, got \(3, -1\)"),
+        (ExactLayout, {"spans": (1 << 30,) * 2, "dtype": BF16}, r"fewer than 2\*\*31 .*2147483648"),
+        (ExactLayout, {"spans": (64,), "dtype": torch.float32}, "or float16, got torch.float32"),
+        (ExactLayout, {"spans": (64,), "dtype": BF16, "block": 4096}, r"\[32, 2048\], got 4096"),
+        (ExponentLayout, {"numel": -1}, "numel must not be negative, got -1"),
+        (keyed, {"numel": -1}, "numel must not be negative, got -1"),
+        (keyed, {"numel": 1, "keys": -1}, "keys must not be negative, got -1"),
+        (keyed, {"numel": 1 << 31}, r"fewer than 2\*\*31 groups"),
     ],
 )
 def test_layouts_that_cannot_be(kind, arguments, message):
