@@ -36,15 +36,19 @@ def policy(*rules: tuple[dict, float], symbol: str = "auto", stored: str = "floa
     )
 
 
-def unit_plan(
-    world_size: int,
-    dtype: torch.dtype = torch.float32,
-    density: tuple[float, float] = (0.1, 0.4),
-    **spec: Any,
-) -> UnitPlan:
-    """A unit of 1249 columns; `a` (911, odd) and `c` (303) are sketched, `b` and `d` dense."""
-    rules = policy(({"name": "a.*"}, density[0]), ({"name": "c.*"}, density[1]), **spec)
-    return plan_of(world_size, dtype, rules)
+# A shard's shapes of parameters, by name. `a` has an odd number of columns.
+Shapes = dict[str, tuple[int, ...]]
+NARROW: Shapes = {"a": (911, 1), "b": (30, 1), "c": (303, 1), "d": (5, 1)}
+# `c0` to `c2` are one segment of two times 3 x 33 and, with three dimensions, 4 x 30.
+MATRICES: Shapes = {
+    "a": (13, 70), "b": (6, 5), "c0": (3, 33), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5),
+}  # fmt: skip
+
+
+def unit_plan(world_size: int, **spec: Any) -> UnitPlan:
+    """A unit of 1249 columns; `a` and `c` are sketched, `b` and `d` dense."""
+    rules = policy(({"name": "a.*"}, 0.1), ({"name": "c.*"}, 0.4), **spec)
+    return plan_of(world_size, torch.float32, rules)
 
 
 def codec_plan(
@@ -53,24 +57,28 @@ def codec_plan(
     feedback: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     direction: Direction = "gradients",
+    shapes: Shapes = NARROW,
 ) -> UnitPlan:
-    """The same unit, with any codec for `a` and `c`."""
-    rules = _with_rule(["a.*", "c.*"], codec, feedback, direction)
-    return plan_of(world_size, dtype, rules, direction=direction)
+    """The same unit, or one of other shapes, with any codec for `a` and `c`."""
+    rule = {"when": {"name": ["a.*", "c*"]}, "codec": codec}
+    rule |= {} if feedback is None else {"feedback": feedback}
+    dense = {"when": {}, "codec": {"kind": "dense"}}
+    rules = Policy.load({"schema": 1, "gradients": [dense], direction: [rule]})
+    return plan_of(world_size, dtype, rules, shapes, direction)
 
 
-def matrix_plan(
+def matrix_plan(*how: Any, **more: Any) -> UnitPlan:
+    """:func:`codec_plan` of matrices."""
+    return codec_plan(*how, **more, shapes=MATRICES)
+
+
+def plan_of(
     world_size: int,
-    codec: dict[str, Any],
-    feedback: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
+    rules: Policy,
+    shapes: Shapes = NARROW,
     direction: Direction = "gradients",
 ) -> UnitPlan:
-    """Any codec for `a` (13 x 70 in a shard) and for `c0` to `c2`, which are one segment of two
-    times 3 x 33 and, with three dimensions, 4 x 30; `b` and `d` are dense."""
-    shapes = {
-        "a": (13, 70), "b": (6, 5), "c0": (3, 33), "c1": (3, 33), "c2": (4, 5, 6), "d": (1, 5),
-    }  # fmt: skip
     params = tuple(
         UnitParam(
             name=f"{name}.weight",
@@ -79,32 +87,7 @@ def matrix_plan(
         )
         for name, shape in shapes.items()
     )
-    rules = _with_rule(["a.*", "c*"], codec, feedback, direction)
-    return plan_of(world_size, dtype, rules, params, direction)
-
-
-def _with_rule(
-    names: list[str], codec: dict[str, Any], feedback: dict[str, Any] | None, direction: Direction
-) -> Policy:
-    dense = {"when": {}, "codec": {"kind": "dense"}}
-    rule = {"when": {"name": names}, "codec": codec}
-    rule |= {} if feedback is None else {"feedback": feedback}
-    return Policy.load({"schema": 1, "gradients": [dense], direction: [rule]})
-
-
-def plan_of(
-    world_size: int,
-    dtype: torch.dtype,
-    rules: Policy,
-    params: tuple[UnitParam, ...] = (),
-    direction: Direction = "gradients",
-) -> UnitPlan:
-    columns = {"a": 911, "b": 30, "c": 303, "d": 5}
-    narrow = tuple(
-        UnitParam(name=f"{name}.weight", shape=(n * world_size, 1), columns=n)
-        for name, n in columns.items()
-    )
-    info = UnitInfo(name="unit", params=params or narrow, world_size=world_size, dtype=dtype)
+    info = UnitInfo(name="unit", params=params, world_size=world_size, dtype=dtype)
     with warnings.catch_warnings():
         # Units as small as this one may send more when compressed.
         warnings.simplefilter("ignore")
