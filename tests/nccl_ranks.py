@@ -29,16 +29,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.coded_mesh import coded
-from support.gathering import gathered_in
-from support.uneven_block import Block
+from support.site_net import adam
+from support.small_net import local_weights
+from support.uneven_block import blocks, data, end_warm_up, sharded
 from tagc.handle import collectives
 from tagc.policy import data_parallel_policies
 
@@ -52,14 +51,6 @@ POLICIES = sorted(SHIPPED, key=lambda name: name not in ("hybrid", "one-bit", "t
 
 
 GRAPHED = ("hybrid", "thrifty", "one-bit", "stateless", "attn-only", "hosts")
-
-
-def blocks() -> Any:
-    torch.manual_seed(1)
-    model: Any = nn.Sequential()
-    model.layers = nn.Sequential(Block(), Block())
-    model.forward = model.layers.forward
-    return model
 
 
 @cache
@@ -79,11 +70,8 @@ def flat(
     **how: Any,
 ) -> Any:
     """FSDP2 by blocks; ``shape`` is the mesh's, ``how`` goes to ``fully_shard``."""
-    model = blocks().to(device)
-    how |= gathered_in(policy) | {"mesh": ranks(device, *shape)}
-    for block in model.layers:
-        fully_shard(block, **how)
-    return tagc.wrap(fully_shard(model, **how), policy, hosts=hosts, ops=ops)
+    model = sharded(policy, blocks().to(device), mesh=ranks(device, *shape), **how)
+    return tagc.wrap(model, policy, hosts=hosts, ops=ops)
 
 
 def ahead(policy: str, ops: str, device: torch.device) -> Any:
@@ -115,29 +103,24 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def train(model: Any, optimizer: Any, device: torch.device, *, steps: int, data: int) -> None:
+def train(model: Any, optimizer: Any, device: torch.device, *, steps: int) -> None:
+    rank = dist.get_rank()
     for step in range(steps):
-        seed = torch.Generator().manual_seed(10 * step + data)
-        model(torch.randn(5, 131, generator=seed).to(device)).square().mean().backward()
+        model(data(rank, step).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def left(model: Any, state: dict[str, Tensor]) -> Tensors:
     """A copy of the weights on this rank, and of what tagc would save."""
-    weights = {
-        name: (p.to_local() if isinstance(p, DTensor) else p).detach().cpu().clone()
-        for name, p in model.named_parameters()
-    }
-    return weights | {name: value.cpu() for name, value in state.items()}
+    return {name: t.cpu() for name, t in (local_weights(model) | state).items()}
 
 
 def wrapped(way: Callable[..., Any], policy: str, ops: str, device: torch.device) -> Tensors:
     """After three steps of a model that :func:`tagc.wrap` got."""
     model = way(policy, ops, device)
-    for reducer in tagc.compressor(model).reducers:
-        reducer.counters.steps = reducer.plan.warmup_steps
-    train(model, adam(model), device, steps=3, data=dist.get_rank())
+    end_warm_up(tagc.compressor(model))
+    train(model, adam(model), device, steps=3)
     return left(model, tagc.compressor(model).state_dict())
 
 
@@ -147,12 +130,10 @@ def captured(policy: str, ops: str, device: torch.device) -> Tensors:
     graphed = device.type == "cuda" and ops != "reference"
     model = flat(policy, "triton" if device.type == "cuda" else "cpu", device)
     handle, optimizer = tagc.compressor(model), adam(model)
-    for reducer in handle.reducers:
-        reducer.counters.steps = reducer.plan.warmup_steps
+    end_warm_up(handle)
     x, graph = torch.empty(5, 131, device=device), None
     for step in range(52):
-        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x.copy_(torch.randn(5, 131, generator=seed))
+        x.copy_(data(dist.get_rank(), step))
         if graph is not None:
             handle.before_replay()
             graph.replay()
@@ -172,13 +153,11 @@ def captured(policy: str, ops: str, device: torch.device) -> Tensors:
 def sites(policy: str, ops: str, device: torch.device) -> Tensors:
     """After eight steps of two sites; in every other step an exchange is in flight."""
     mesh = ranks(device, 2, RANKS // 2)
-    model = blocks().to(device)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh["b"])
+    model = sharded({}, blocks().to(device), mesh=mesh["b"])
     optimizer = adam(model)
     often = {"schema": 1, "extends": policy, "sites": {"every": 2, "delay": 1}}
     handle = tagc.sites(model, optimizer, often, sites=mesh["a"], ops=ops)
-    train(model, optimizer, device, steps=8, data=dist.get_rank())
+    train(model, optimizer, device, steps=8)
     return left(model, handle.state_dict())
 
 
@@ -249,10 +228,6 @@ def sent_on(
 
 def _numbers(rank: int, n: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(rank))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 CASES: list[tuple[str, str, Callable[[str, str, torch.device], Tensors]]] = [

@@ -10,19 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.block_net import wrap
 from support.distributed import on_ranks
 from support.exact import equal
-from support.gathering import gathered_in
 from support.marks import slow
 from support.small_net import local_weights
 from support.tape import Tape, tapes
-from support.uneven_block import Block
+from support.uneven_block import Block, data, end_warm_up, sharded
 from tagc.collect import gauge
 from tagc.collect.replay import Store
 from tagc.policy import data_parallel_policies
@@ -60,19 +58,6 @@ MANY = {
 }
 
 
-def sharded(policy: Any) -> Any:
-    torch.manual_seed(1)
-    model: Any = nn.Sequential(Block(), Block())
-    options = gathered_in(policy) if isinstance(policy, str) else {}
-    for block in model:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def data(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 131, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def once(model: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward()
@@ -81,9 +66,9 @@ def once(model: Any, x: Tensor) -> Tensor:
 
 def in_parts(model: Any, x: Tensor) -> Tensor:
     """The second block's parameters get their gradients in two backwards."""
-    between = model[0](x)
+    between = model.layers[0](x)
     cut = between.detach().requires_grad_()
-    halves = [model[1](half).square().mean() for half in cut.chunk(2)]
+    halves = [model.layers[1](half).square().mean() for half in cut.chunk(2)]
     for half in halves:
         half.backward()
     between.backward(cut.grad)
@@ -104,8 +89,7 @@ class Run:
         self.rank, self.captured = rank, captured
         self.model = wrap(sharded(policy), policy, **how)
         self.handle = tagc.compressor(self.model)
-        for reducer in self.handle.reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
+        end_warm_up(self.handle)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def before(self, step: int) -> None: ...

@@ -12,19 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tagc
 from support.block_net import wrap
 from support.distributed import as_on_nccl, on_ranks
-from support.gathering import gathered_in
 from support.marks import slow
 from support.paths import ROOT
 from support.small_net import local_weights
-from support.uneven_block import Block
+from support.uneven_block import data, end_warm_up, sharded
 from tagc.costs import Link, no_time
 from tagc.costs.auto import FastestChoice
 from tagc.handle import wrapper
@@ -68,25 +66,18 @@ def trained(
         calls: counts the calls of the second step.
         dtypes_of: the policy whose dtypes the model has; by default its own.
     """
-    options = gathered_in(dtypes_of or policy or "dense")
+    options: dict[str, Any] = {}
     if way == "replicas":
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    torch.manual_seed(1)
-    model: Any = nn.Sequential()
-    model.layers = nn.Sequential(Block(), Block())
-    for block in model.layers:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    model = sharded(dtypes_of or policy or "dense", **options)
     if policy is not None:
         # Messages of exact changes take the eager operators long.
         wrap(model, policy, hosts=2 if way == "hosts" else None, ops="cpu")
-        for reducer in tagc.compressor(model).reducers:
-            reducer.counters.steps = reducer.plan.warmup_steps
+        end_warm_up(tagc.compressor(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         with Counted(calls) if calls is not None and step == 1 else nullcontext():
-            seed = torch.Generator().manual_seed(10 * step + rank)
-            model(torch.randn(5, 131, generator=seed)).square().mean().backward()
+            model(data(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     state = {} if policy is None else dict(tagc.compressor(model).state_dict())
