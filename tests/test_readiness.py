@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,8 @@ from torch import Tensor
 
 import tagc
 from support.distributed import run_ranks
-from support.small_net import local_grads, loss_of, sharded
+from support.small_net import local_grads, loss_of
+from support.states import wrapped
 from tagc.handle.collectives import make_ready
 from tagc.ops import get_ops, reference
 from tagc.selfcheck.calls import OPERATORS
@@ -93,14 +93,6 @@ def device(wrong: str | None = None) -> Iterator[Standin]:
         yield standin
 
 
-def wrapped(ops: str | None = None, policy: dict[str, Any] = POLICY) -> Any:
-    model = sharded()
-    with warnings.catch_warnings():
-        # Such small units pay with no codec.
-        warnings.simplefilter("ignore", UserWarning)
-        return tagc.wrap(model, policy, ops=ops)
-
-
 def gradients(model: Any, rank: int) -> dict[str, Tensor]:
     for step in range(2):
         loss_of(model, rank, step).backward()
@@ -108,9 +100,9 @@ def gradients(model: Any, rank: int) -> dict[str, Tensor]:
 
 
 def trained(rank: int) -> tuple[str, list[str], list[str]]:
-    want = gradients(wrapped("reference"), rank)
+    want = gradients(wrapped(POLICY, ops="reference"), rank)
     with device() as standin:
-        model = wrapped()
+        model = wrapped(POLICY)
         compressor = tagc.compressor(model)
         assert compressor is not None
         compiled, checked = list(standin.compiled), list(standin.ran)
@@ -134,10 +126,10 @@ def test_wrap_takes_the_kernels_after_a_check():
 def refused(rank: int, wrong_rank: int, operator: str, policy: dict[str, Any]) -> str:
     with device(operator if rank == wrong_rank else None) as standin:
         with pytest.raises((tagc.KernelError, RuntimeError)) as raised:
-            wrapped(policy=policy)
+            wrapped(policy)
         assert standin.compiled
     # Nothing stays behind.
-    model = wrapped("reference")
+    model = wrapped(POLICY, ops="reference")
     gradients(model, rank)
     return f"{type(raised.value).__name__}: {raised.value}"
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.kernel_cases import kernels
-from support.launches import noting_launches
+from support.launches import kernels, noting_launches
 from tagc.codecs.matrix import MatrixPlan
 from tagc.ops import compiles_ahead, get_ops
 from tagc.ops.matrix import MatrixLayout

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a unit against numbers worked out by hand."""
+"""Bytes and seconds of a unit against numbers worked out by hand, and of every shipped policy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tagc
+from support.marks import slow
 from tagc.costs import (
     Link,
     Speed,
@@ -27,6 +28,7 @@ from tagc.costs import (
     traffic,
     unit_seconds,
 )
+from tagc.costs.candidates import Advisor, Question
 from tagc.costs.link import GLOO_REDUCE_SCATTER
 from tagc.costs.shapes import synthetic
 from tagc.ops import get_ops
@@ -38,7 +40,7 @@ from tagc.plan import (
     bytes_in_step,
     bytes_inside,
 )
-from tagc.policy import Policy
+from tagc.policy import Policy, data_parallel_policies
 
 COLUMNS = 65536
 DENSE_BYTES = 4 * COLUMNS
@@ -277,3 +279,22 @@ def test_every_codec_of_the_shipped_policies_has_a_speed(
         for unit in plan.all_units:
             if unit.compressed and (unit.direction == "parameters") == parameters:
                 assert {speed_key(s.codec) for s in unit.segments} <= set(timed)
+
+
+SENDS = [name for name in data_parallel_policies() if name != "dense"]
+
+
+@pytest.mark.parametrize(
+    ("numel", "ranks", "per_host"),
+    [(3 * 10**8, 512, 8), *(slow(7 * 10**9, *at) for at in ((2, 1), (512, 1), (16, 8), (512, 8)))],
+)
+def test_every_policy_sends_less_than_dense_bf16(numel: int, ranks: int, per_host: int) -> None:
+    """Bytes of a step that leave a host: parameters gathered in bf16, fp32 gradients."""
+    link = Link(bandwidth=1.25e9, ranks_per_host=per_host)
+    question = Question(shapes=synthetic(numel), world_size=ranks, link=link)
+    advisor = Advisor(question, [Policy.load(name) for name in SENDS])
+    assert not advisor.refused
+    sent = {c.name: advisor.cost(c).wire_bytes for c in advisor.candidates}
+    assert {*SENDS} <= sent.keys()
+    for name in SENDS:
+        assert sent[name] < 0.95 * sent["dense bf16"], name

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.kernel_cases import kernels
+from support.launches import kernels
 from tagc.ops import Ops, compiles_ahead, cpu, get_ops, reference
 from tagc.ops.implementations import _warn_reference
 from tagc.selfcheck.calls import OPERATORS

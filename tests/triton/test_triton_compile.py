@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
 from support.compiled import Compiled, compiling
-from support.kernel_cases import kernels
+from support.launches import kernels
 from support.paths import ROOT
 from support.trials import F32, case_of
 from tagc.ops.blocks import BITS, BlockLayout

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.edges import BF16, I32
 from support.exact import equal
-from support.kernel_cases import kernels
+from support.launches import kernels
 from support.trials import Case, one_of_each
 from tagc.ops import get_ops
 from tagc.ops.bitmap import to_bitmap

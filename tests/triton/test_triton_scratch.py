@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.kernel_cases import kernels
+from support.launches import kernels
 
 CUDA = torch.device("cuda", 0)
 
