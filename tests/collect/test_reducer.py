@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.distributed import on_ranks
 from support.launching import sketch_of
-from support.units import gathered, reduce, spiky, unit_plan, unit_reducer
+from support.units import gathered, normal, reduce, unit_plan, unit_reducer
 from tagc.codecs.sketch import SketchPlan
 from tagc.codecs.sketch.threshold import Steer
 from tagc.ops import Ops
@@ -43,7 +43,7 @@ def test_thresholds_follow_what_all_ranks_counted_one_step_before(
     thresholds: list[Tensor] = []
     above = torch.empty(0)  # groups that reach the threshold: [segments, owners]
     for step in range(4):
-        grad = spiky(world_size, plan.columns, step)[rank]  # [W, S]
+        grad = normal(world_size, plan.columns, step)[rank]  # [W, S]
         sizes = []
         for segment, residual in zip(plan.of(SketchPlan), reducer.residuals.values(), strict=True):
             x = grad[:, segment.start : segment.stop] + residual

@@ -10,12 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
-from support.uneven_block import Block
+from support.uneven_block import Block, sharded
 from tagc.attach import ddp
 from tagc.commands.cli import main
 from tagc.costs import Link
@@ -56,9 +55,7 @@ def test_explain_is_what_wrap_makes(
     if replicated:
         model = DistributedDataParallel(model)
     else:
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        sharded({}, model)
     # FSDP learns only in its first forward which module is the root.
     with as_on_nccl(), patch.object(ddp, "UNIT_BYTES", 200_000):
         wrapped = tagc.wrap(model, policy, hosts=hosts, ops="reference")

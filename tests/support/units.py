@@ -123,13 +123,6 @@ def normal(world_size: int, columns: int, step: int) -> Tensor:
     return torch.randn(shape, generator=generator) * scale
 
 
-def spiky(world_size: int, columns: int, step: int) -> Tensor:
-    """Like `normal`, with one outlier per hundred elements, enough that steps must grow."""
-    buffers = normal(world_size, columns, step)
-    picked = torch.rand(buffers.shape, generator=torch.Generator().manual_seed(step)) < 0.01
-    return torch.where(picked, 1000 * buffers, buffers)
-
-
 def on_grid(world_size: int, columns: int, step: int) -> Tensor:
     """Like `normal`, in multiples of 2**-10 below 4: a few dozen of these add without rounding."""
     return (normal(world_size, columns, step) * 2**10).round().clamp(-4095, 4095) / 2**10
