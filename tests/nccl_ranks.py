@@ -37,15 +37,13 @@ import tagc
 from support.coded_mesh import coded
 from support.site_net import adam
 from support.small_net import local_weights
-from support.uneven_block import blocks, data, end_warm_up, sharded
+from support.uneven_block import SHIPPED, blocks, data, end_warm_up, sharded
 from tagc.handle import collectives
-from tagc.policy import data_parallel_policies
 
 Tensors = dict[str, Tensor]
 
 RANKS = 4
 STUCK = 60.0  # seconds of one case
-SHIPPED = sorted(set(data_parallel_policies()) - {"auto"})
 # The codecs that differ most come first, as time may end.
 POLICIES = sorted(SHIPPED, key=lambda name: name not in ("hybrid", "one-bit", "thrifty"))
 

@@ -20,12 +20,10 @@ from support.exact import equal
 from support.marks import slow
 from support.small_net import local_weights
 from support.tape import Tape, tapes
-from support.uneven_block import Block, data, end_warm_up, sharded
+from support.uneven_block import SHIPPED, Block, data, end_warm_up, sharded
 from tagc.collect import gauge
 from tagc.collect.replay import Store
-from tagc.policy import data_parallel_policies
 
-SHIPPED = sorted({*data_parallel_policies()} - {"auto"})
 LONG = ("hybrid", "hosts", "attn-only", "one-bit", "stateless", "thrifty")
 RUN = 2  # steps before the capture
 CAPTURING = patch.object(Store, "capturing", True)

@@ -22,13 +22,11 @@ from support.distributed import as_on_nccl, on_ranks
 from support.marks import slow
 from support.paths import ROOT
 from support.small_net import local_weights
-from support.uneven_block import data, end_warm_up, sharded
+from support.uneven_block import SHIPPED, data, end_warm_up, sharded
 from tagc.costs import Link, no_time
 from tagc.costs.auto import FastestChoice
 from tagc.handle import wrapper
-from tagc.policy import data_parallel_policies
 
-POLICIES = sorted(set(data_parallel_policies()) - {"auto"})
 WAYS = {"flat": 2, "hosts": 4, "replicas": 4}
 
 
@@ -125,7 +123,7 @@ QUICK = [("attn-only", "flat"), ("hybrid", "hosts")]
     ("world_size", "policy", "way"),
     [
         (ranks, policy, way) if (policy, way) in QUICK else slow(ranks, policy, way)
-        for policy, (way, ranks) in product(POLICIES, WAYS.items())
+        for policy, (way, ranks) in product(SHIPPED, WAYS.items())
     ],
 )
 def test_the_same_bits(rank: int, world_size: int, policy: str, way: str) -> None:

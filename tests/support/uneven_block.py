@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from support.gathering import gathered_in
+from tagc.policy import data_parallel_policies
+
+SHIPPED = sorted(set(data_parallel_policies()) - {"auto"})
 
 
 class Block(nn.Module):
