@@ -52,19 +52,6 @@ def test_stochastic_rounding(rank: int, world_size: int) -> None:
     assert abs(means[2:256].mean() - t[2:256].mean()) < 0.025
 
 
-@on_ranks(2)
-def test_what_is_not_finite_stays_visible(rank: int, world_size: int) -> None:
-    group = mesh_of(2).get_group()
-    t = torch.full((4 * N,), 127.0)
-    if rank == 1:
-        t[5], t[2 * N] = float("nan"), float("inf")
-    with tagc.activations():
-        dist.all_reduce(t, group=group)
-    assert t[5].isnan()
-    assert t[2 * N].isnan()
-    assert torch.equal(t[64 : 2 * N - 64], torch.full((2 * N - 128,), 254.0))
-
-
 @on_ranks(3)
 def test_bytes(rank: int, world_size: int) -> None:
     """8 bits and a scale of 16 for 64 elements, in whole rows of 8 blocks."""
@@ -167,6 +154,8 @@ class Call:
             if not self.bits and (self.seed + rank + to) % 3 == 0:
                 # Exponents that cannot be packed, on some ranks and for some receivers.
                 wide *= torch.exp2(torch.randint(-60, 60, (n,), generator=generator))
+            if self.seed % 4 == 0 and rank == 0:  # not finite, which must stay visible
+                wide[n // 2 :: 700] = (torch.nan, torch.inf)[to % 2]
             exact = not self.is_coded(rank, to)
             found.append((whole if exact else wide).to(self.dtype))
         return found
@@ -297,7 +286,7 @@ def wrong(program: list[Call], rank: int, group: Any) -> str:
         land(draw.randrange(len(flying)))
     for call, outputs, expected in done:
         for out, wanted in zip(outputs, expected, strict=True):
-            if not torch.equal(out, wanted):
+            if not torch.allclose(out, wanted, rtol=0, atol=0, equal_nan=True):
                 off = (out - wanted).abs().max().item()
                 return f"{call}: {off:.3g} off"
     return ""
