@@ -62,21 +62,3 @@ def test_what_is_handed_out_is_the_formula(rank: int, world_size: int, codec: st
             torch.testing.assert_close(one, other, **EXACT)
     assert all(q.any() for q in last_sums(ahead))
     assert not plain.owner_states
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("codec", ["matrix 1 bit", "sketch"])
-def test_a_warm_up_leaves_no_lag(rank: int, world_size: int, codec: str) -> None:
-    plan = matrix_plan(world_size, CODECS[codec] | {"warmup_steps": 2}, leading(0.5))
-    reducer = unit_reducer(plan)
-    for step in range(3):
-        buffers = normal(world_size, plan.columns, step)
-        out = reduce(reducer, buffers[rank])
-        if step < plan.warmup_steps:
-            torch.testing.assert_close(out, buffers[:, rank].sum(0) / 2, **EXACT)
-            assert not any(q.any() for q in last_sums(reducer))
-            assert not any(e.any() for e in reducer.residuals.values())
-        else:
-            for i, span in enumerate(spans(plan)):
-                torch.testing.assert_close(out[span], last_sums(reducer)[i] / 0.5, **EXACT)
-                assert out[span].any()
