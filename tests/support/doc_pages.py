@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,30 +25,15 @@ from support.markdown import Block, blocks
 from support.paths import ROOT
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.Linear(128, 128)
-        self.mlp = nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(torch.tanh(self.attn(x)))
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _block() -> nn.Module:
+    layers = {"attn": nn.Linear(128, 128), "tanh": nn.Tanh(), "mlp": nn.Linear(128, 128)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _model() -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"model": _Model(), "hosts": 2, "ranks_per_host": 1}
+    model = nn.Sequential(OrderedDict(blocks=nn.Sequential(_block(), _block())))
+    return {"model": model, "hosts": 2, "ranks_per_host": 1}
 
 
 def _sharded_model() -> dict[str, Any]:
