@@ -16,14 +16,16 @@ from .scalar import bfloat16_bits, fmix32, magnitude
 # Added to a float32 below 2**22, it leaves the rounded integer in the lowest bits.
 _INTEGER = constant(1.5 * 2**23)
 _INTEGER_BITS = constant(0x4B400000)
+# Elements of a thread: some neighbours in each of the lanes that share its words.
+_EACH = 32
 
 
-def blocks_and_warps(block: int, each: int = 16) -> tuple[int, int]:
-    """Blocks and warps per program, for blocks of ``block`` elements, ``each`` per thread.
+def blocks_and_warps(block: int) -> tuple[int, int]:
+    """Blocks and warps per program, for blocks of ``block`` elements.
 
     A program has one warp if a block fits, so that reductions over a block are shuffles.
     """
-    tile = 32 * each
+    tile = 32 * _EACH
     return max(1, tile // block), max(1, block // tile)
 
 

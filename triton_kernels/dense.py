@@ -21,6 +21,7 @@ from torch import Tensor
 from tagc.ops.dense import DenseLayout
 
 from .device import on_device_of
+from .fingerprint import fingerprint_part
 from .jit import jit, tl
 from .scalar import widen
 from .sizes import cdiv
@@ -114,6 +115,24 @@ def put_part(
             tl.store(at + 1, tl.zeros_like(lane) + count, mask=inside)
         tl.debug_barrier()  # all threads have read the count
         tl.store(stamp + 1, count)
+
+
+@jit
+def put_or_note(
+    part, d, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+    elements_stride, stamps_stride, puts, bits, sums, before, words, rest, parts,
+    UNIT: tl.constexpr, OF_WORDS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    STAMPS: tl.constexpr, SUMMED: tl.constexpr, OF_WORD: tl.constexpr,
+):  # fmt: skip
+    """What the program ``part`` of row ``d`` puts, or after these, what it adds to the rows'
+    fingerprint."""
+    if part < puts:
+        put_part(
+            part, d, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+            elements_stride, stamps_stride, UNIT, OF_WORDS, HALF, TILE, STAMPS,
+        )  # fmt: skip
+    elif sums is not None:
+        fingerprint_part(part - puts, bits, sums, before, None, words, rest, parts, SUMMED, OF_WORD)
 
 
 @jit

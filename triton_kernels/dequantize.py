@@ -22,19 +22,16 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.dense import DenseLayout
 
 from .codes import blocks_and_warps, codes_at, scale_of
-from .dense import is_spoilt, sum_arguments, sum_part
+from .dense import is_spoilt, sum_part
 from .device import on_device_of
 from .jit import jit, tl
 from .scalar import widen
 from .sizes import cdiv
 
-# Elements of a thread: some neighbours in each of the lanes that share its words.
-_EACH = 32
 # Messages whose loads are in flight at the same time.
-_STEPS = 4
+STEPS = 4
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "R", "blocks", "divisor", "mask", "scales", "scales_stride", "scales_next", "stamp", "wrong",
@@ -110,30 +107,10 @@ def dequantize(
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
     if layout.blocks:
-        _launch(message, out, layout, divisor, add)
+        sum_blocks(message, out, layout, divisor, add)
 
 
-@on_device_of("out")
-def dequantize_and_sum(
-    message: Tensor,
-    out: Tensor,
-    whole: Tensor,
-    rows: Tensor,
-    stamp: Tensor | None,
-    wrong: Tensor | None,
-    *,
-    layout: BlockLayout,
-    divisor: int,
-    add: bool,
-    dense: DenseLayout,
-) -> None:
-    """See :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
-    _, warps = blocks_and_warps(layout.block, _EACH)
-    programs, pieces = sum_arguments(whole, rows, stamp, wrong, dense, divisor, warps)
-    _launch(message, out, layout, divisor, add, programs, **pieces | {"STEPS": _STEPS})
-
-
-def _launch(
+def sum_blocks(
     message: Tensor,
     out: Tensor,
     layout: BlockLayout,
@@ -144,7 +121,7 @@ def _launch(
 ) -> None:
     """Launch blocks, and ``more`` programs for the pieces of each row."""
     K, R, _ = message.shape
-    blocks, warps = blocks_and_warps(layout.block, _EACH)
+    blocks, warps = blocks_and_warps(layout.block)
     scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
     divide = divisor & (divisor - 1) != 0
     dequantize_kernel[(cdiv(layout.blocks, blocks) + more, K)](
@@ -152,6 +129,6 @@ def _launch(
         float(divisor) if divide else 1.0 / divisor, (1 << layout.bits) - 1,
         scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),
         BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide, ADD=add,
-        AT_ONCE=math.gcd(R, _STEPS), **pieces,
+        AT_ONCE=math.gcd(R, STEPS), **pieces,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

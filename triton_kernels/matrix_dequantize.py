@@ -18,6 +18,7 @@ neighbouring lanes of these words.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,10 +196,28 @@ def dequantize_matrix(
     message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    sum_matrices(message, out, layout, divisor, add)
+
+
+def sum_matrices(
+    message: Tensor,
+    out: Tensor,
+    layout: AnyMatrices,
+    divisor: int,
+    add: bool,
+    more: int = 0,
+    **pieces: Any,
+) -> None:
+    """Launch matrices, and ``more`` programs for the pieces of each row."""
     launches, total = runs_of(layout)
+    divide = divisor & (divisor - 1) != 0
+    factor = float(divisor) if divide else 1.0 / divisor
     for runs in launches:
-        f, v = read_scales(message, runs=runs, total=total)
-        _sum_tiles(message, f, v, out, runs=runs, divisor=divisor, add=add)
+        f, v = read_scales(
+            message, runs=runs, total=total, divisor=factor, divide=divide, more=more, **pieces
+        )
+        more, pieces = 0, {}
+        _sum_tiles(message, f, v, out, runs, factor, divide, add)
 
 
 def _sum_tiles(
@@ -206,15 +225,14 @@ def _sum_tiles(
     f: Tensor,
     v: Tensor,
     out: Tensor,
-    *,
     runs: Sequence[Run],
-    divisor: int,
+    divisor: float,
+    divide: bool,
     add: bool,
 ) -> None:
     """Dequantize matrices with scales of :func:`.matrix_read_scales.read_scales`."""
     layout, (K, R, _) = runs[0].layout, message.shape
     outer = layout.places // _INNER
-    divide = divisor & (divisor - 1) != 0
     # Divisions (which are calls), codes of several bits, and float32 elements take registers.
     many = divide or layout.bits > 1 or out.dtype == torch.float32
     most = _ROWS if many else 2 * _ROWS
@@ -231,9 +249,8 @@ def _sum_tiles(
     # A thread has 4 neighbours of each lane.
     warps = max(1, outer * max(words for _, _, words, *_ in sizes) // _OF_WARP.value)
     dequantize_matrix_kernel[(programs, K)](
-        message, f, v, out, numbers, R, float(divisor) if divide else 1.0 / divisor,
-        (1 << layout.bits) - 1, message.stride(0), message.stride(1), f.stride(0),
-        v.stride(0) // (layout.places // 2),
+        message, f, v, out, numbers, R, divisor, (1 << layout.bits) - 1, message.stride(0),
+        message.stride(1), f.stride(0), v.stride(0) // (layout.places // 2),
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.bits, SIZES=sizes, INNER=_INNER, OUTER=outer, DIVIDE=divide,

@@ -21,6 +21,7 @@ subtraction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,6 +262,19 @@ def quantize_matrix(
     average: float,
 ) -> None:
     """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    quantize_matrices(grad, residual, message, layout, average)
+
+
+def quantize_matrices(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    layout: AnyMatrices,
+    average: float,
+    more: int = 0,
+    **pieces: Any,
+) -> None:
+    """Launch matrices, and ``more`` programs for the pieces of each row."""
     D, (launches, total) = grad.shape[0], runs_of(layout)
     tile, columns = columns_at_a_time(total.columns, D), (D, total.columns)
     sums, tops, uppers, norms = (
@@ -272,7 +286,8 @@ def quantize_matrix(
     )  # fmt: skip
     for runs in launches:
         sum_columns(grad, residual, sums, tops, runs=runs, tile=tile)
-        write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile)
+        write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile, more=more, **pieces)
+        more, pieces = 0, {}
         _quantize_rows(grad, residual, message, uppers, norms, runs, average)
 
 

@@ -14,12 +14,14 @@ scales, if there are any left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING
 
+from .dense import is_spoilt, sum_part
 from .jit import constant, jit, tl
 from .matrix_numbers import row_scale, scale_of, upper_of
 from .matrix_runs import (
@@ -39,29 +41,50 @@ from .sizes import cdiv
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
 _WORDS = 128
-_WARPS = 4
-_PLAIN = ["message", "f", "v", "R", "message_stride", "message_next", "f_stride",
-          "v_stride"]  # fmt: skip
+WARPS = 4
+_PLAIN = [
+    "message", "f", "v", "programs", "R", "message_stride", "message_next", "f_stride", "v_stride",
+    "divisor", "stamp", "wrong", "table", "pieces", "tiles", "columns",
+]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_read_scales_kernel(
-    message, f, v, runs, R, message_stride, message_next, f_stride, v_stride,
+    message, f, v, runs, programs, R, message_stride, message_next, f_stride, v_stride,
     PAIRS: tl.constexpr, WORDS: tl.constexpr,
+    divisor=None, rows=None, elements=None, stamps=None, stamp=None, wrong=None, table=None,
+    pieces=None, tiles=None, columns=None, rows_stride=None, elements_stride=None,
+    elements_next=None, stamps_next=None,
+    DIVIDE: tl.constexpr = False, UNIT: tl.constexpr = 1, OF_WORDS: tl.constexpr = 1,
+    ONE: tl.constexpr = False, TILE: tl.constexpr = 1, STEPS: tl.constexpr = 1,
+    STAMPS: tl.constexpr = 1,
 ):  # fmt: skip
     k, r = tl.program_id(1).to(tl.int64) // R, tl.program_id(1).to(tl.int64) % R
+    spoilt = None
+    if wrong is not None:
+        spoilt = is_spoilt(stamps, stamp, wrong, R, stamps_next, STAMPS)
+    if rows is not None:
+        part = tl.program_id(0) - programs
+        if part >= 0:
+            if r == 0:
+                sum_part(
+                    part, k, spoilt, rows, elements, stamp, wrong, table, pieces, tiles, columns, R,
+                    divisor, rows_stride, elements_stride, elements_next, UNIT, OF_WORDS, ONE,
+                    DIVIDE, TILE, STEPS,
+                )  # fmt: skip
+            return
     run, m, tile = whose_matrix(runs)
-    rows, columns, row_words = run.rows, run.columns, words_of_row(run.columns, 2 * PAIRS, 1)
+    row_words = words_of_row(run.columns, 2 * PAIRS, 1)
     word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    message += k * message_stride + r * message_next + first_word(run, m, columns, row_words)
+    message += k * message_stride + r * message_next + first_word(run, m, run.columns, row_words)
     f += k * f_stride + first_row(run, m, r, R)
     v += (k * v_stride + first_row_word(run, m, r, R, row_words)) * PAIRS
-    before_rows, before_codes = head_words(rows, columns)
+    before_rows, before_codes = head_words(run.rows, run.columns)
 
     both = tl.zeros([WORDS], tl.uint32)
     for half in tl.static_range(2):
         j = word + (word // row_words + half) * row_words
-        codes = tl.load(message + 1 + j // 8, mask=j < columns, other=0)
+        codes = tl.load(message + 1 + j // 8, mask=j < run.columns, other=0)
         scale = scale_of(upper_of((codes >> (4 * (j % 8)).to(tl.int32)) & 15))
         # The scale is a bfloat16.
         both |= scale.to(tl.uint32, bitcast=True) >> (16 - 16 * half)
@@ -74,11 +97,25 @@ def matrix_read_scales_kernel(
     byte = (words[:, None] >> (8 * lane)) & 255
     scale = tl.where(byte == _NOTHING, 0.0, row_scale(byte, tl.load(message)))
     scale = tl.where(byte == _NOT_FINITE, float("nan"), scale)
-    tl.store(f + i, scale, mask=i < rows)
+    if spoilt is not None:
+        scale = tl.where(spoilt, float("nan"), scale)
+    tl.store(f + i, scale, mask=i < run.rows)
 
 
-def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple[Tensor, Tensor]:
+def read_scales(
+    message: Tensor,
+    *,
+    runs: Sequence[Run],
+    total: Before,
+    divisor: float = 1.0,
+    divide: bool = False,
+    more: int = 0,
+    **pieces: Any,
+) -> tuple[Tensor, Tensor]:
     """Scales of messages ``[K, R, words]`` with these ``runs``, in buffers.
+
+    Args:
+        divisor, divide, more, pieces: programs for ``pieces`` of the messages, and how they divide.
 
     Returns:
         Scales of the rows, ``[K, rows of all messages]`` float32, matrix by matrix and message by
@@ -95,9 +132,11 @@ def read_scales(message: Tensor, *, runs: Sequence[Run], total: Before) -> tuple
     programs, numbers = programs_and_runs(
         runs, lambda m: cdiv(max(m.row_words * pairs, m.head[2]), _WORDS)
     )
-    matrix_read_scales_kernel[(programs, K * R)](
-        message, f, v, numbers, R, message.stride(0), message.stride(1), R * total.rows,
+    if pieces:
+        pieces |= {"divisor": divisor, "DIVIDE": divide}
+    matrix_read_scales_kernel[(programs + more, K * R)](
+        message, f, v, numbers, programs, R, message.stride(0), message.stride(1), R * total.rows,
         R * total.row_words,
-        PAIRS=pairs, WORDS=_WORDS, num_warps=_WARPS, enable_fp_fusion=False,
+        PAIRS=pairs, WORDS=_WORDS, **pieces, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return f, v

@@ -16,11 +16,13 @@ the first program computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from tagc.ops.matrix import CENTRE, MIN_EXPONENT
 
+from .dense import put_or_note
 from .jit import constant, jit, tl
 from .matrix_numbers import (
     column_code,
@@ -46,30 +48,49 @@ _WORDS = 128
 # Elements per warp of the sum over columns, and the fewest warps.
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
-    "sums", "tops", "message", "uppers", "norms", "message_stride", "sums_stride", "norms_stride",
+    "column_sums", "tops", "message", "uppers", "norms", "programs", "message_stride",
+    "sums_stride", "norms_stride", "stamp", "table", "pieces", "tiles", "messages", "puts", "words",
+    "rest", "parts",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    sums, tops, message, uppers, norms, runs, message_stride, sums_stride, norms_stride,
+    column_sums, tops, message, uppers, norms, runs, programs, message_stride, sums_stride,
+    norms_stride,
     FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    rows=None, elements=None, stamps=None, stamp=None, table=None, pieces=None, tiles=None,
+    messages=None, rows_stride=None, elements_stride=None, stamps_stride=None, puts=None, bits=None,
+    sums=None, before=None, words=None, rest=None, parts=None,
+    UNIT: tl.constexpr = 1, OF_WORDS: tl.constexpr = 1, HALF: tl.constexpr = False,
+    TILE: tl.constexpr = 1, STAMPS: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
+    OF_WORD: tl.constexpr = 1,
 ):  # fmt: skip
     d = tl.program_id(1).to(tl.int64)
+    if rows is not None:
+        part = tl.program_id(0) - programs
+        if part >= 0:
+            put_or_note(
+                part, d, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+                elements_stride, stamps_stride, puts, bits, sums, before, words, rest, parts,
+                UNIT, OF_WORDS, HALF, TILE, STAMPS, SUMMED, OF_WORD,
+            )  # fmt: skip
+            return
     run, m, tile = whose_matrix(runs)
-    rows, columns, row_words = run.rows, run.columns, words_of_row(run.columns, 1 << LOG_PLACES, 1)
+    columns, row_words = run.columns, words_of_row(run.columns, 1 << LOG_PLACES, 1)
     word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     message += d * message_stride + first_word(run, m, columns, row_words)
     column = first_column(run, m, columns, 1)
-    sums += d * sums_stride + column
+    column_sums += d * sums_stride + column
     tops += d * sums_stride + column
     uppers += d * sums_stride + column
     top = largest_of(tops, tl.cdiv(columns, COLUMNS))
-    before_rows, before_codes = head_words(rows, columns)
+    before_rows, before_codes = head_words(run.rows, columns)
     if tile == 0:
-        # Half of a number's upper bits that are ones may go: then it is not rounded up.
-        log_of_rows = ((rows & ~(rows >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        # Without the bits below a 1, the number is not rounded up.
+        rounded = (run.rows & ~(run.rows >> 1)).to(tl.float32)
+        log_of_rows = (rounded.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows
         base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
         tl.store(message + tl.arange(0, 1), base)
@@ -79,7 +100,7 @@ def matrix_scales_kernel(
         for first in range(0, row_words, 1 << LOG_WORDS):
             j = place * row_words + first + w
             there = (w < row_words - first) & (j < columns)
-            code = column_code(tl.load(sums + j, mask=there, other=0.0), top)
+            code = column_code(tl.load(column_sums + j, mask=there, other=0.0), top)
             v = tl.where(there, scale_of(upper_of(code)), 0.0)
             if FITTED:
                 v = v * v
@@ -89,18 +110,24 @@ def matrix_scales_kernel(
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
-    total = tl.load(sums + j, mask=j < columns, other=0.0)
+    total = tl.load(column_sums + j, mask=j < columns, other=0.0)
     code = tl.where(j < columns, column_code(total, top), 0)
     tl.store(uppers + j, upper_of(code).to(tl.int16), mask=j < columns)
     code = code.to(tl.uint32, bitcast=True)
-    words = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
-    tl.store(message + 1 + word, words, mask=word < before_rows - 1)
+    packed = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
+    tl.store(message + 1 + word, packed, mask=word < before_rows - 1)
     nothing = tl.zeros([WORDS], tl.int32)
     tl.store(message + before_rows + word, nothing, mask=word < before_codes - before_rows)
 
 
+def warps_of(runs: Sequence[Run]) -> int:
+    """Warps of a program."""
+    elements = max(run.layout.places * run.layout.words_at_a_time for run in runs)
+    return max(_FEWEST_WARPS, elements // _OF_WARP)
+
+
 def write_scales(
-    sums: Tensor,
+    column_sums: Tensor,
     tops: Tensor,
     message: Tensor,
     uppers: Tensor,
@@ -108,23 +135,25 @@ def write_scales(
     *,
     runs: Sequence[Run],
     tile: int,
+    more: int = 0,
+    **pieces: Any,
 ) -> None:
     """Write the heads of messages in ``message`` ``[D, words]`` int32, except the rows' scales.
 
     Args:
-        sums, tops, tile: of :func:`.matrix_columns.sum_columns`.
-        uppers: like ``sums``, int16, written: the upper 10 bits of the columns' scales.
-        norms: like ``sums``, written: the divisor of the rows' sums, of each matrix at its first
-            column.
+        column_sums, tops, tile: of :func:`.matrix_columns.sum_columns`.
+        uppers: like ``column_sums``, int16, written: the upper 10 bits of the columns' scales.
+        norms: like ``column_sums``, written: the divisor of the rows' sums, of each matrix at its
+            first column.
+        more, pieces: programs for ``pieces`` of each message, see :mod:`.merged`.
     """
     layout = runs[0].layout
     words = max(run.layout.words_at_a_time for run in runs)
-    warps = max(_FEWEST_WARPS, layout.places * words // _OF_WARP)
     programs, numbers = programs_and_runs(runs, lambda m: cdiv(max(m.head), _WORDS))
-    matrix_scales_kernel[(programs, len(message))](
-        sums, tops, message, uppers, norms, numbers, message.stride(0), sums.stride(0),
-        norms.stride(0),
+    matrix_scales_kernel[(programs + more, len(message))](
+        column_sums, tops, message, uppers, norms, numbers, programs, message.stride(0),
+        column_sums.stride(0), norms.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
-        LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, num_warps=warps,
-        enable_fp_fusion=False,
+        LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, **pieces,
+        num_warps=warps_of(runs), enable_fp_fusion=False,
     )  # fmt: skip

@@ -12,7 +12,7 @@ Messages, residuals and outputs have the same bits as those of the reference on 
 from collections.abc import Callable
 
 from .dense import put_dense, sum_dense
-from .dequantize import dequantize, dequantize_and_sum
+from .dequantize import dequantize
 from .exact_decode import decode_exact
 from .exact_encode import encode_exact
 from .exact_measure import measure_exact
@@ -22,6 +22,7 @@ from .jit import INTERPRETED, compiling_only
 from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
+from .merged import dequantize_and_sum, quantize_and_put
 from .prepare import (
     prepare,
     prepare_blocks,
@@ -31,7 +32,7 @@ from .prepare import (
     prepare_matrix,
     prepare_thresholds,
 )
-from .quantize import quantize, quantize_and_put
+from .quantize import quantize
 from .recorded import Recorded
 from .scratch import release
 from .sketch import decode, encode, insert, peel, select

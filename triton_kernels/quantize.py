@@ -25,18 +25,14 @@ import torch
 from torch import Tensor
 
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.dense import DenseLayout
 
 from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
-from .dense import put_arguments, put_part
+from .dense import put_or_note
 from .device import on_device_of
-from .fingerprint import fingerprint_part, fingerprint_sizes
 from .jit import jit, tl
 from .scalar import fmix32, widen
 from .sizes import cdiv
 
-# Elements of a thread: some neighbours in each of the lanes that share its words.
-_EACH = 32
 # Arguments whose alignment makes no difference.
 _PLAIN = [
     "seeds", "blocks", "scales", "scales_stride", "stamp", "table", "pieces", "tiles", "messages",
@@ -62,15 +58,11 @@ def quantize_kernel(
     if rows is not None:
         part = tl.program_id(0) - tl.cdiv(blocks + blocks % 2, BLOCKS)
         if part >= 0:
-            if part < puts:
-                put_part(
-                    part, r, rows, elements, stamps, stamp, table, pieces, tiles, messages,
-                    rows_stride, elements_stride, stamps_stride, UNIT, OF_WORDS, HALF, TILE, STAMPS,
-                )  # fmt: skip
-            elif sums is not None:
-                fingerprint_part(
-                    part - puts, bits, sums, before, None, words, rest, parts, SUMMED, OF_WORD
-                )
+            put_or_note(
+                part, r, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+                elements_stride, stamps_stride, puts, bits, sums, before, words, rest, parts,
+                UNIT, OF_WORDS, HALF, TILE, STAMPS, SUMMED, OF_WORD,
+            )  # fmt: skip
             return
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first * BLOCK
@@ -123,39 +115,10 @@ def quantize(
 ) -> None:
     """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
     if layout.blocks:
-        _launch(grad, residual, message, dither, layout, average)
+        quantize_blocks(grad, residual, message, dither, layout, average)
 
 
-@on_device_of("grad")
-def quantize_and_put(
-    grad: Tensor,
-    residual: Tensor | None,
-    message: Tensor,
-    dither: Tensor | None,
-    x: Tensor,
-    whole: Tensor,
-    stamp: Tensor | None,
-    sums: Tensor | None = None,
-    before: Tensor | None = None,
-    *,
-    layout: BlockLayout,
-    average: float,
-    dense: DenseLayout,
-) -> None:
-    """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
-    _, warps = blocks_and_warps(layout.block, _EACH)
-    puts, pieces = put_arguments(x, whole, stamp, dense, warps)
-    pieces["puts"], parts = puts, 0
-    if sums is not None:
-        bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
-        pieces |= {
-            "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
-            "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
-        }  # fmt: skip
-    _launch(grad, residual, message, dither, layout, average, puts + parts, **pieces)
-
-
-def _launch(
+def quantize_blocks(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
@@ -166,7 +129,7 @@ def _launch(
     **pieces: Any,
 ) -> None:
     """Launch blocks, and ``more`` programs for each row."""
-    blocks, warps = blocks_and_warps(layout.block, _EACH)
+    blocks, warps = blocks_and_warps(layout.block)
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
     quantize_kernel[(cdiv(2 * layout.scale_words, blocks) + more, grad.shape[0])](
         grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,

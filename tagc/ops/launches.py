@@ -45,19 +45,6 @@ class Quantize(Operator):
         ops.prepare_blocks(self.layout, x, residual, self.average, dithered=self.dithered)
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizeAndPut(Quantize):
-    """``(x, residual or None, message, seeds or None)`` as of :class:`Quantize`, and the tensors of
-    :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows. See
-    :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
-
-    dense: DenseLayout
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"layout": self.layout, "average": self.average, "dense": self.dense}
-        return partial(ops.quantize_and_put, **options)
-
-
 @dataclass(frozen=True)
 class QuantizeMatrix(Operator):
     """``(x, residual or None, message)``. See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
@@ -74,6 +61,25 @@ class QuantizeMatrix(Operator):
         x, residual, _ = (place and place.dtype for place in places)
         assert x is not None
         ops.prepare_matrix(self.layout, x, residual, self.average)
+
+
+@dataclass(frozen=True)
+class QuantizeAndPut(Operator):
+    """``(x, residual or None, message)`` as of ``quantize``, seeds or None, and the tensors of
+    :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows. See
+    :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+
+    launches: ClassVar[bool] = True
+
+    quantize: Quantize | QuantizeMatrix
+    dense: DenseLayout
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        options = {"layout": self.quantize.layout, "average": self.quantize.average}
+        return partial(ops.quantize_and_put, **options, dense=self.dense)
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        self.quantize.prepare(ops, *places[:3])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,30 +124,13 @@ class Dequantize(_Decodes):
     layout: BlockLayout
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.dequantize, **self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"layout": self.layout, "divisor": self.divisor or 1, "add": self.add}
+        options = {"divisor": self.divisor or 1, "add": self.add}
+        return partial(ops.dequantize, layout=self.layout, **options)
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         rows = places[1]
         assert rows is not None
         ops.prepare_blocks(self.layout, rows.dtype, None, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DequantizeAndSum(Dequantize):
-    """``(messages, rows)`` as of :class:`Dequantize`, and the tensors of :class:`Sum`. See
-    :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
-
-    dense: DenseLayout
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.dequantize_and_sum, **self._options, dense=self.dense)
-
-    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return self._of_rows(tensor) if argument in (0, 2) else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +147,28 @@ class DequantizeMatrix(_Decodes):
         _, rows = places
         assert rows is not None
         ops.prepare_matrix(self.layout, rows.dtype, None, 0.0)
+
+
+@dataclass(frozen=True)
+class DequantizeAndSum(Operator):
+    """``(messages, rows)`` as of ``dequantize``, and the tensors of :class:`Sum`. See
+    :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+
+    launches: ClassVar[bool] = True
+
+    dequantize: Dequantize | DequantizeMatrix
+    dense: DenseLayout
+
+    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
+        options = {"divisor": self.dequantize.divisor or 1, "add": self.dequantize.add}
+        layout = self.dequantize.layout
+        return partial(ops.dequantize_and_sum, layout=layout, **options, dense=self.dense)
+
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
+        return self.dequantize.adapted(argument % 2, tensor) if argument < 4 else tensor
+
+    def prepare(self, ops: Ops, *places: Place | None) -> None:
+        self.dequantize.prepare(ops, *places[:2])
 
 
 @dataclass(frozen=True)
@@ -262,7 +273,7 @@ class Sum(_Reads):
 
 def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
     """The steps, and last one :class:`Put` or :class:`Sum` for all that are about these ``rows``
-    and the same messages, in the same dtype. It is merged with a launch of blocks before it."""
+    and the same messages, in the same dtype. It is merged with a launch of codes before it."""
     others: list[Step] = []
     found: dict[Any, Launch] = {}
     for step in steps:
@@ -296,23 +307,21 @@ def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
 
 
 def _merged(step: Step, dense: Launch) -> Launch | None:
-    """One launch instead of both; None if they are not about blocks and pieces of the same rows."""
+    """One launch instead of both; None if they are not about codes and pieces of the same rows."""
     if not isinstance(step, Launch):
         return None
     operator, pieces, of = step.operator, dense.operator, f"{step.of}, {dense.of}"
-    if type(operator) is Quantize and isinstance(pieces, Put):
+    if isinstance(operator, Quantize | QuantizeMatrix) and isinstance(pieces, Put):
         x, residual, message, *seeds = step.places
         if message is None or message.whole_rows != dense.places[1]:
             return None
-        options = {"dithered": operator.dithered, "dense": pieces.layout}
-        both = QuantizeAndPut(operator.layout, operator.average, **options)
+        both = QuantizeAndPut(operator, pieces.layout)
         return Launch(both, (x, residual, message, *(seeds or [None]), *dense.places), of)
-    if type(operator) is Dequantize and isinstance(pieces, Sum):
+    if isinstance(operator, Dequantize | DequantizeMatrix) and isinstance(pieces, Sum):
         whole = tuple(place and place.whole_rows for place in step.places)
         if whole != dense.places[:2] or operator.divisor != pieces.divisor:
             return None
-        options = {"divisor": operator.divisor, "add": operator.add, "dense": pieces.layout}
-        both = DequantizeAndSum(layout=operator.layout, **options)
+        both = DequantizeAndSum(operator, pieces.layout)
         return Launch(both, (*step.places, *dense.places), of)
     return None
 

@@ -1,5 +1,5 @@
-"""Quantized blocks and uncompressed pieces of the same messages in one launch, and a fingerprint of
-what they are about.
+"""Quantized blocks or matrices and uncompressed pieces of the same messages in one launch, and a
+fingerprint of what they are about.
 
 Most units have both: matrices, and norms beside them. On a GPU the pieces take as long as their
 launch, and programs of the other launch can do it along the way.
@@ -15,6 +15,7 @@ from torch import Tensor
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, is_spoilt, put_dense, spoil, sum_dense
 from tagc.ops.fingerprint import take_fingerprint
+from tagc.ops.matrix import AnyMatrices
 
 
 class MergedOps(Protocol):
@@ -32,11 +33,13 @@ class MergedOps(Protocol):
         sums: Tensor | None = None,
         before: Tensor | None = None,
         *,
-        layout: BlockLayout,
+        layout: BlockLayout | AnyMatrices,
         average: float,
         dense: DenseLayout,
     ) -> None:
-        """:meth:`tagc.ops.blocks.BlockOps.quantize` and :meth:`tagc.ops.dense.DenseOps.put_dense`.
+        """:meth:`tagc.ops.blocks.BlockOps.quantize`, or without a dither
+        :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`, and
+        :meth:`tagc.ops.dense.DenseOps.put_dense`.
 
         Args:
             x, whole, stamp: the rows, messages and stamp of ``put_dense``, with ``dense`` as its
@@ -56,12 +59,13 @@ class MergedOps(Protocol):
         stamp: Tensor | None,
         wrong: Tensor | None,
         *,
-        layout: BlockLayout,
+        layout: BlockLayout | AnyMatrices,
         divisor: int,
         add: bool,
         dense: DenseLayout,
     ) -> None:
-        """:meth:`tagc.ops.blocks.BlockOps.dequantize` and
+        """:meth:`tagc.ops.blocks.BlockOps.dequantize`, or
+        :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`, and
         :meth:`tagc.ops.dense.DenseOps.sum_dense`, with the same divisor.
 
         Args:
@@ -73,7 +77,10 @@ class MergedOps(Protocol):
 
 
 def merged(
-    quantize: Callable[..., None], dequantize: Callable[..., None]
+    quantize: Callable[..., None],
+    dequantize: Callable[..., None],
+    quantize_matrix: Callable[..., None],
+    dequantize_matrix: Callable[..., None],
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """:class:`MergedOps` of an implementation to which calls cost little: one after another."""
 
@@ -88,11 +95,14 @@ def merged(
         sums: Tensor | None = None,
         before: Tensor | None = None,
         *,
-        layout: BlockLayout,
+        layout: BlockLayout | AnyMatrices,
         average: float,
         dense: DenseLayout,
     ) -> None:
-        quantize(grad, residual, message, layout=layout, average=average, dither=dither)
+        if isinstance(layout, BlockLayout):
+            quantize(grad, residual, message, layout=layout, average=average, dither=dither)
+        else:
+            quantize_matrix(grad, residual, message, layout=layout, average=average)
         put_dense(x, whole, stamp, layout=dense)
         if sums is not None and before is not None:
             take_fingerprint(x[0], sums, before)
@@ -105,12 +115,13 @@ def merged(
         stamp: Tensor | None,
         wrong: Tensor | None,
         *,
-        layout: BlockLayout,
+        layout: BlockLayout | AnyMatrices,
         divisor: int,
         add: bool,
         dense: DenseLayout,
     ) -> None:
-        dequantize(message, out, layout=layout, divisor=divisor, add=add)
+        decode = dequantize if isinstance(layout, BlockLayout) else dequantize_matrix
+        decode(message, out, layout=layout, divisor=divisor, add=add)
         sum_dense(whole, rows, stamp, wrong, layout=dense, divisor=divisor)
         spoil(is_spoilt(whole, stamp, wrong, dense), out)
 

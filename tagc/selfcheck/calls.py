@@ -154,6 +154,8 @@ def every_call() -> Iterator[Call]:
                     chosen = (dtype, next(dtypes)[1]), next(averages), next(divisors)
                     blocks = BlockLayout(numel=1000, bits=8 if stamped else 4)
                     yield from merged_calls(blocks, layout, *chosen, stamped=stamped)
+                    matrix = MatrixLayout(rows=5, columns=72, bits=2 if stamped else 1)
+                    yield from merged_calls(matrix, layout, *chosen, stamped=stamped)
     for shape in ((1, 1), (2, 8)):
         yield steer_call(*shape)
     # Tables with 6, 5, 4 and 3 hashes; large tables, which kernels may pack, with 3 and 4.
@@ -246,7 +248,7 @@ def dense_calls(
 
 
 def merged_calls(
-    layout: BlockLayout,
+    layout: BlockLayout | AnyMatrices,
     dense: DenseLayout,
     dtypes: Dtypes,
     average: float,
@@ -255,11 +257,16 @@ def merged_calls(
     stamped: bool,
     ranks: int = 8,
 ) -> Iterator[Call]:
-    """The calls for blocks and uncompressed elements of the same messages."""
+    """The calls for blocks or matrices and uncompressed elements of the same messages."""
     put, read, total = dense_calls(dense, dtypes[0], divisor, stamped=stamped, ranks=ranks)
-    quantize, dequantize = block_calls(layout, dtypes, average, divisor, ranks)
-    if dtypes[1] is None:
-        quantize = dithered_call(layout, dtypes[0])
+    if isinstance(layout, BlockLayout):
+        quantize, dequantize = block_calls(layout, dtypes, average, divisor, ranks)
+        if dtypes[1] is None:
+            quantize = dithered_call(layout, dtypes[0])
+    else:
+        quantize, dequantize = matrix_calls(layout, dtypes, average, divisor, ranks)
+        no_dither = ("dither", None)
+        quantize = replace(quantize, dtypes=(*quantize.dtypes, no_dither))
     yield _merged("quantize_and_put", quantize, put, sums=None, before=None)
     of_one_row = replace(put, rows=(1,))
     yield _merged("quantize_and_put", quantize, of_one_row, sums=torch.int64, before=torch.int64)
@@ -277,10 +284,10 @@ def renamed(given: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {_RENAMED.get(name, name): x for name, x in given}
 
 
-def _merged(operator: str, blocks: Call, pieces: Call, **more: torch.dtype | None) -> Call:
+def _merged(operator: str, codes: Call, pieces: Call, **more: torch.dtype | None) -> Call:
     """One call of two, which may have ``more`` tensors. It has the pieces' rows and divisor."""
-    dtypes = (*blocks.dtypes, *renamed(pieces.dtypes).items(), *more.items())
-    options = dict(blocks.options) | renamed(pieces.options)
+    dtypes = (*codes.dtypes, *renamed(pieces.dtypes).items(), *more.items())
+    options = dict(codes.options) | renamed(pieces.options)
     return Call(operator, pieces.rows, dtypes, tuple(options.items()))
 
 

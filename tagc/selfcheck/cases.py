@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops import ABOVE, COUNTS, SATURATED
+from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
@@ -299,10 +300,19 @@ def _dequantize_and_sum(m: Maker) -> Case:
     return _merged(m, "dequantize", "sum_dense")
 
 
-def _merged(m: Maker, blocks: str, pieces: str) -> Case:
+def _merged(m: Maker, codes: str, pieces: str) -> Case:
     """The tensors of two operators' cases. The second one's messages and rows contain the first
     one's in training; here they are beside them."""
-    first = _MAKERS[blocks](m.part(blocks, m.call.option("layout")))
+    layout = m.call.option("layout")
+    if not isinstance(layout, BlockLayout):
+        codes += "_matrix"
+    part = m.part(codes, layout)
+    first = _MAKERS[codes](part)
+    m.layout = part.layout
+    message = first.tensors["message"]
+    assert message is not None
+    if message.dim() == 2:
+        m.inputs = replace(m.inputs, destinations=len(message))
     second = _MAKERS[pieces](m.part(pieces, m.call.option("dense")))
     given = {name: None for name, _ in m.call.dtypes} | first.tensors
     given |= renamed(second.tensors.items())

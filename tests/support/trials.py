@@ -413,16 +413,22 @@ def _in_twos(call: Call, i: int) -> Call:
 
 
 def _merged(wire: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[Call, Inputs]]:
-    """Pieces as of :data:`DENSE`, beside blocks. Every fourth row reads messages that are added."""
+    """Pieces as of :data:`DENSE`, beside blocks, and beside matrices. Every fourth row reads
+    messages that are added."""
     forms = itertools.cycle((bits, residual) for bits, of, residual in BLOCKS if of == dtype)
     sizes = itertools.cycle(((131, 32), (700, 256), (0, 64), (5000, 4096)))
     for i, (pieces, ranks, divisor) in enumerate(DENSE):
         numel, block = next(sizes)
         bits, residual = next(forms)
         layout = BlockLayout(numel=numel, bits=bits, block=block)
-        dtypes = dtype, residual
-        form = layout, dense_layout(wire, pieces), dtypes, (0.0, 0.9)[i // 2 % 2], divisor
-        for call in merged_calls(*form, stamped=i % 3 < 2, ranks=ranks):
+        matrix = MatrixLayout(rows=numel // 700, columns=block + 8, bits=1 + bits // 8)
+        matrices = Matrices((matrix, replace(matrix, rows=3, columns=24, count=2)))
+        form = dense_layout(wire, pieces), (dtype, residual), (0.0, 0.9)[i // 2 % 2], divisor
+        given = {"stamped": i % 3 < 2, "ranks": ranks}
+        for call in (
+            *merged_calls(layout, *form, **given),
+            *merged_calls(matrices, *form, **given),
+        ):
             if call.rows == (ranks, 1) and i % 4 == 0:
                 options = dict(call.options) | {"add": True}
                 call = replace(call, options=tuple(options.items()))

@@ -58,7 +58,9 @@ __all__ = [
     "unpack_exponents",
 ]
 
-quantize_and_put, dequantize_and_sum = merged(quantize, dequantize)
+quantize_and_put, dequantize_and_sum = merged(
+    quantize, dequantize, quantize_matrix, dequantize_matrix
+)
 
 
 def release() -> None:

@@ -79,7 +79,7 @@ def _arguments(kernel: Any, named: dict[str, Any]) -> list[tuple[str, str, Any]]
         elif kind != "constexpr":
             yield name, kind, value
 
-    return [x for n, kind in kernel.src.signature.items() for x in flat(n, kind, named[n])]
+    return [x for n, kind in kernel.src.signature.items() for x in flat(n, kind, named.get(n))]
 
 
 def execute(

@@ -1,0 +1,93 @@
+"""Launches that quantize or dequantize, and what they do along the way: uncompressed pieces of the
+same messages, and a fingerprint of what they are about.
+
+Programs for that come after the launch's own. For matrices it is the launch that writes, or reads,
+the heads of their messages.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tagc.ops.blocks import BlockLayout
+from tagc.ops.dense import DenseLayout
+from tagc.ops.matrix import AnyMatrices
+
+from .codes import blocks_and_warps
+from .dense import put_arguments, put_dense, sum_arguments, sum_dense
+from .dequantize import STEPS, sum_blocks
+from .device import on_device_of
+from .fingerprint import fingerprint, fingerprint_sizes
+from .matrix_dequantize import sum_matrices
+from .matrix_quantize import quantize_matrices
+from .matrix_read_scales import WARPS
+from .matrix_runs import runs_of
+from .matrix_scales import warps_of
+from .quantize import quantize_blocks
+
+
+@on_device_of("grad")
+def quantize_and_put(
+    grad: Tensor,
+    residual: Tensor | None,
+    message: Tensor,
+    dither: Tensor | None,
+    x: Tensor,
+    whole: Tensor,
+    stamp: Tensor | None,
+    sums: Tensor | None = None,
+    before: Tensor | None = None,
+    *,
+    layout: BlockLayout | AnyMatrices,
+    average: float,
+    dense: DenseLayout,
+) -> None:
+    """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    if isinstance(layout, BlockLayout):
+        warps = blocks_and_warps(layout.block)[1]
+    elif launches := runs_of(layout)[0]:
+        warps = warps_of(launches[0])
+    else:  # nothing is quantized
+        put_dense(x, whole, stamp, layout=dense)
+        if sums is not None and before is not None:
+            fingerprint(x[0], sums, before)
+        return
+    puts, pieces = put_arguments(x, whole, stamp, dense, warps)
+    pieces["puts"], parts = puts, 0
+    if sums is not None:
+        bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
+        pieces |= {
+            "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
+            "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
+        }  # fmt: skip
+    if isinstance(layout, BlockLayout):
+        quantize_blocks(grad, residual, message, dither, layout, average, puts + parts, **pieces)
+    else:
+        quantize_matrices(grad, residual, message, layout, average, puts + parts, **pieces)
+
+
+@on_device_of("out")
+def dequantize_and_sum(
+    message: Tensor,
+    out: Tensor,
+    whole: Tensor,
+    rows: Tensor,
+    stamp: Tensor | None,
+    wrong: Tensor | None,
+    *,
+    layout: BlockLayout | AnyMatrices,
+    divisor: int,
+    add: bool,
+    dense: DenseLayout,
+) -> None:
+    """See :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+    given = whole, rows, stamp, wrong, dense, divisor
+    if isinstance(layout, BlockLayout):
+        programs, pieces = sum_arguments(*given, blocks_and_warps(layout.block)[1])
+        pieces["STEPS"] = STEPS
+        sum_blocks(message, out, layout, divisor, add, programs, **pieces)
+    elif runs_of(layout)[0]:
+        programs, pieces = sum_arguments(*given, WARPS)
+        sum_matrices(message, out, layout, divisor, add, programs, **pieces)
+    else:
+        sum_dense(whole, rows, stamp, wrong, layout=dense, divisor=divisor)
