@@ -17,9 +17,10 @@ some in 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,7 @@ class CompressedGroup(dist.ProcessGroup):
         self._name = ""
         self._transport, self._batches = _Inner(inner), Batches(inner)
         self._collectives: dict[str, CodedCollectives] = {}
+        self._flying: list[tuple[ref[CodedWork], CollectiveWork]] = []
         self._coder_type = ExponentCoder if rule.codec.kind == "exact" else RowCoder
         self.dimension, self.rule = dimension, rule
         self.wire_bytes = self.dense_bytes = 0
@@ -112,7 +114,7 @@ class CompressedGroup(dist.ProcessGroup):
             return self._inner.allreduce(tensors, opts)
         flat = _flat(tensor)
         what = self._named("all-reduce", tensor)
-        with failing_in(what, self):
+        with self._starting(what):
             pending = self._on(tensor).all_reduce(flat, divisor)
         return self._started(what, pending, sent, [tensor], [flat.view(tensor.shape)])
 
@@ -127,12 +129,12 @@ class CompressedGroup(dist.ProcessGroup):
 
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
-        if not self._codes(inp, inp.numel()):
+        if not _fits(out, inp, self.size()) or not self._codes(inp, inp.numel()):
             self._count_natively(sent)
             return self._inner._allgather_base(out, inp, *_given(opts))
         whole = _flat(out).view(self.size(), -1)
         what = self._named("all-gather", inp)
-        with failing_in(what, self):
+        with self._starting(what):
             pending = self._on(inp).all_gather(whole, _flat(inp))
         return self._started(what, pending, sent, [out], [whole.view(out.shape)])
 
@@ -150,13 +152,12 @@ class CompressedGroup(dist.ProcessGroup):
         """Gather every rank's tensor in a list of tensors, perhaps of different sizes."""
         (parts,), (inp,) = outs, inps
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
-        alike = all(t.shape == inp.shape and t.dtype == inp.dtype for t in parts)
-        if not alike or not self._codes(inp, inp.numel()):
+        if not _alike(inp, parts, self.size()) or not self._codes(inp, inp.numel()):
             self._count_natively(sent)
             return self._inner.allgather(outs, inps, *_given(opts))
         whole = inp.new_empty(self.size(), inp.numel())
         what = self._named("all-gather", inp)
-        with failing_in(what, self):
+        with self._starting(what):
             pending = self._on(inp).all_gather(whole, _flat(inp))
         made = [row.view(inp.shape) for row in whole]
         return self._started(what, pending, sent, parts, made)
@@ -167,12 +168,13 @@ class CompressedGroup(dist.ProcessGroup):
         opts = dist.ReduceScatterOptions() if opts is None else opts
         divisor = self._divisor(opts.reduceOp)
         sent = (self.size() - 1) * out.numel() * out.element_size()
-        if divisor is None or not self._codes(inp, out.numel()):
+        fits = _fits(inp, out, self.size())
+        if divisor is None or not fits or not self._codes(inp, out.numel()):
             self._count_natively(sent)
             return self._inner._reduce_scatter_base(out, inp, opts)
         flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
         what = self._named("reduce-scatter", inp)
-        with failing_in(what, self):
+        with self._starting(what):
             pending = self._on(inp).reduce_scatter(flat, rows, divisor)
         return self._started(what, pending, sent, [out], [flat.view(out.shape)])
 
@@ -190,7 +192,9 @@ class CompressedGroup(dist.ProcessGroup):
     def reduce_scatter(self, outs: list[Tensor], inps: list[list[Tensor]], opts: Any = None) -> Any:
         """Add up the ranks' tensors for this rank, given as a list, perhaps of different sizes."""
         (out,), (parts,) = outs, inps
-        if all(t.shape == out.shape and t.dtype == out.dtype for t in parts):
+        divisor = self._divisor(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        alike = divisor is not None and _alike(out, parts, self.size())
+        if alike and self._codes(out, out.numel()):
             return self._reduce_scatter_base(out, torch.stack(parts), opts)
         self._count_natively(_bytes_to_others(parts, self.rank()))
         return self._inner.reduce_scatter(outs, inps, *_given(opts))
@@ -232,7 +236,7 @@ class CompressedGroup(dist.ProcessGroup):
     ) -> Any:
         sent = _bytes_to_others(inp, self.rank())
         what = f"the all-to-all over dimension {self.dimension!r}"
-        with failing_in(what, self):
+        with self._starting(what):
             pending = self._on(inp[0]).all_to_all(out, inp)
         return self._started(what, pending, sent, given, made)
 
@@ -326,7 +330,9 @@ class CompressedGroup(dist.ProcessGroup):
 
     def _is_coded(self, t: Tensor) -> bool:
         """Whether it may be coded. torch hands over complex tensors as views of real elements."""
-        return t.dtype in self._coder_type.dtypes and (t._base is None or not t._base.is_complex())
+        if t.dtype not in self._coder_type.dtypes or t.layout != torch.strided:
+            return False
+        return t._base is None or not t._base.is_complex()
 
     def _on(self, t: Tensor) -> CodedCollectives:
         """The collectives for tensors on this device."""
@@ -346,6 +352,17 @@ class CompressedGroup(dist.ProcessGroup):
 
     def _named(self, kind: str, t: Tensor) -> str:
         return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"
+
+    @contextmanager
+    def _starting(self, what: str) -> Iterator[None]:
+        """The start of a coded collective, named in errors. gloo ends a connection if the work of
+        a message is dropped before it arrived. So the works of collectives are kept here, and those
+        for which nobody can wait any more end before the next one starts."""
+        with failing_in(what, self):
+            for reference, work in self._flying:
+                if reference() is None:
+                    work.wait()
+            yield
 
     def _count_natively(self, sent: int) -> None:
         self._count(sent, sent)
@@ -372,12 +389,25 @@ class CompressedGroup(dist.ProcessGroup):
                     theirs.detach().copy_(ours)
 
         pending.finish = finish_and_copy
+        pending.waits = self._transport.by_messages(given[0].device)
+        self._flying = [flying for flying in self._flying if flying[1].works]
+        self._flying.append((ref(pending), pending.work))
         return pending.named(what, self, given)
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
     """The argument for options, if there are any."""
     return () if opts is None else (opts,)
+
+
+def _fits(whole: Tensor, part: Tensor, size: int) -> bool:
+    """Whether ``whole`` has room for every rank's ``part``. If not, torch's own group says so."""
+    return whole.dtype == part.dtype and whole.numel() == size * part.numel()
+
+
+def _alike(t: Tensor, parts: Sequence[Tensor], size: int) -> bool:
+    """Whether ``parts`` are tensors like ``t``, one for each rank."""
+    return len(parts) == size and all(p.shape == t.shape and p.dtype == t.dtype for p in parts)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -389,6 +419,8 @@ def _flat(t: Tensor) -> Tensor:
 def _parts(t: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
     """``t`` cut along its first dimension for each rank, flat."""
     sizes = list(splits) if splits else [t.shape[0] // size] * size
+    if len(sizes) != size:
+        raise ValueError(f"tagc: an all-to-all of {size} ranks needs {size} splits, not {sizes}")
     return [part.reshape(-1) for part in t.split(sizes)]
 
 

@@ -29,7 +29,13 @@ _BATCH = inspect.unwrap(dist.batch_isend_irecv).__code__
 
 
 class CodedWork(dist.Work):
-    """A collective whose messages (``work``) are decoded (``finish``) when it is waited for."""
+    """A collective whose messages (``work``) are decoded (``finish``) when it is waited for.
+
+    Attributes:
+        waits: whether nobody knows of the messages until they are waited for, as on gloo.
+    """
+
+    waits = False
 
     def __init__(
         self, work: CollectiveWork, finish: Callable[[], object], arrived: Sequence[Tensor] = ()
@@ -53,7 +59,9 @@ class CodedWork(dist.Work):
         with nullcontext() if self._group is None else failing_in(self._what, self._group):
             self.work.wait()
             finish, self.finish = self.finish, lambda: None
-            finish()
+            # It may be waited for after the inference mode that it started in.
+            with torch.inference_mode():
+                finish()
         for message in self._arrived:
             if message.is_cuda:  # it was made on the stream that started the collective
                 message.record_stream(torch.cuda.current_stream(message.device))
@@ -64,8 +72,8 @@ class CodedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether everything has arrived; then it is decoded."""
-        return all(work.is_completed() for work in self.work.works) and self.wait()
+        """Whether everything has arrived; then it is decoded. On gloo this waits."""
+        return (self.waits or all(work.is_completed() for work in self.work.works)) and self.wait()
 
     def result(self) -> list[Tensor]:
         return self._result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,58 @@ def test_refusals(rank: int, world_size: int) -> None:
     kind, text = fails(lambda: mesh_of(2, bits=4))
     assert kind == "ValueError", text
     assert "torch cannot tell such meshes apart" in text
+
+
+WRONG: tuple[Callable[[Tensor, Any], Any], ...] = (
+    lambda t, group: all_gather(t.new_empty(2 * N + 2), t, group=group),
+    lambda t, group: all_gather(t.new_empty(2 * N).double(), t, group=group),
+    lambda t, group: dist.all_gather([t.clone()], t, group=group),
+    lambda t, group: reduce_scatter(t, t.new_empty(2 * N + 2), group=group),
+    lambda t, group: reduce_scatter(t, t.new_empty(2 * N).bfloat16(), group=group),
+    lambda t, group: dist.all_to_all_single(t.clone(), t, [N], [N], group=group),
+)
+"""What torch's own groups refuse, too."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrong", range(len(WRONG)))
+def test_tensors_that_do_not_fit(rank: int, world_size: int, wrong: int) -> None:
+    """Before any rank sends: the next collective gets its own messages."""
+    group, t = mesh_of(2).get_group(), torch.randn(N)
+    with tagc.activations(), patch.object(group, "_on", side_effect=AssertionError):
+        kind, text = fails(lambda: WRONG[wrong](t, group))
+    assert kind in ("RuntimeError", "ValueError"), text
+
+
+@on_ranks(2)
+def test_works(rank: int, world_size: int) -> None:
+    """One that nobody waits for, one that is polled, one that is waited for twice, and after the
+    inference mode in which it started; all of the same messages."""
+    group, both = mesh_of(2).get_group(), torch.randn(5, N)
+    with tagc.activations(), torch.inference_mode():
+        t = both.clone()
+        works: list[Any] = [dist.all_reduce(row, group=group, async_op=True) for row in t]
+    del works[0], works[2]
+    began = time.monotonic()
+    while not works[0].is_completed():
+        assert time.monotonic() < began + 5
+    works[-1].wait()
+    works[-1].wait()
+    with tagc.activations():
+        last = both[0].clone()
+        dist.all_reduce(last, group=group)
+    assert torch.equal(last, 2 * coded(both[0]))
+    for i in (1, 4):
+        assert torch.equal(t[i], 2 * coded(both[i]))
+
+
+@on_ranks(2)
+def test_sparse_tensors_travel_as_they_are(rank: int, world_size: int) -> None:
+    t = torch.randn(4 * N)
+    sparse = t.to_sparse()
+    with tagc.activations():
+        dist.all_reduce(sparse, group=mesh_of(2).get_group())
+    assert torch.equal(sparse.to_dense(), 2 * t)
 
 
 @on_ranks(2)
@@ -226,7 +279,7 @@ def start(
         return work, inputs, [out], [expected]
     if call.kind.endswith("reduce-scatter"):
         out, whole = torch.empty(len(inputs[0]), dtype=call.dtype), torch.cat(inputs)
-        if call.kind == "reduce-scatter" or not call.is_coded(0, 0):  # gloo has no other
+        if call.kind == "reduce-scatter":
             work = reduce_scatter(out, whole, group=group, async_op=True)
         else:
             parts = list(whole.view(W, -1))
