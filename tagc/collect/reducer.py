@@ -264,12 +264,21 @@ class UnitReducer(ReducerState):
         if self.plan.compressed:
             self._before_graph(1, noise=self.gauge is not None)
 
+    def check_replay(self) -> None:
+        """Raise RuntimeError if the next step would not do what the graph does, as after a load."""
+        found = self._captured_messages
+        why = self._why_not(waits=False) if found else ""
+        if found and self.gauge is not None and not any(v.noise for v in found):
+            why = why or "it does not measure noise, which was asked for later: capture another one"
+        if why:
+            raise RuntimeError(f"tagc: the CUDA graph does not hold {self._lockstep.what}: {why}")
+
     def before_replay(self) -> None:
         """Get ready for another replay of the graph, and count the reductions that it holds."""
         self._may_capture = False
         if self.before is not None and self._captured:
             self.before(self.counters.all_steps)
-        found = [c.variant for c in self._captured if c.variant is not None and c.variant.messages]
+        found = self._captured_messages
         if found:
             self._before_graph(len(found), noise=any(v.noise for v in found))
         self.counters.compressed_steps += len(found)
@@ -278,6 +287,11 @@ class UnitReducer(ReducerState):
         for captured in self._captured:
             self.counters.steps += 1
             self.counters.add(captured.sent)
+
+    @property
+    def _captured_messages(self) -> list[Variant]:
+        """The variants with messages that the graph holds."""
+        return [c.variant for c in self._captured if c.variant is not None and c.variant.messages]
 
     def _before_graph(self, messages: int, *, noise: bool) -> None:
         self._mix_up.check()
@@ -297,16 +311,20 @@ class UnitReducer(ReducerState):
         if not self.store.capturing:
             self._may_capture = False
             return False
-        why = ""
+        why = self._why_not(waits=waits)
         if not self._may_capture:
             why = "call tagc.compressor(model).before_capture() right before the capture"
-        elif waits or self.waiting:
-            why = "micro-batches wait for a later one: let every backward reduce its gradients"
-        elif self.steps_before_capture:
-            why = f"first run {self.steps_before_capture} steps without a graph"
         if why:
             raise RuntimeError(f"tagc: a CUDA graph cannot hold {self._lockstep.what}: {why}")
         return True
+
+    def _why_not(self, *, waits: bool) -> str:
+        """Why the next reduction is not one for a CUDA graph; empty if it is."""
+        if waits or self.waiting:
+            return "micro-batches wait for a later one: let every backward reduce its gradients"
+        if self.steps_before_capture:
+            return f"first run {self.steps_before_capture} steps without a graph"
+        return ""
 
     def _adds_inside(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> bool:
         """Whether ranks of a host add up first where hosts have several, the same on all ranks. A

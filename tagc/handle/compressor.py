@@ -386,7 +386,8 @@ class Compressor(Handle):
         and checkpoints are wrong, and changed parameters are not sent, which makes the result NaN.
 
         Raises:
-            RuntimeError: if no graph was captured; or for an error that the device found.
+            RuntimeError: if no graph was captured; if a step would now do something else, as in a
+                warm-up that was loaded; or for an error that the device found.
         """
         self._graphs.before_replay()
 

@@ -76,6 +76,8 @@ class Graphs:
                 "tagc: no CUDA graph was captured since tagc.wrap, or since the last call of "
                 "tagc.compressor(model).before_capture()"
             )
+        for reducer in self._reducers:
+            reducer.check_replay()
         self._end_rounds()
         for unit, gatherer in self._gathering:
             if gatherer.sends_ahead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -200,6 +201,7 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
     with tapes():
         model = wrap(sharded(warm), warm, hosts=None)
         handle = tagc.compressor(model)
+        start = deepcopy(dict(handle.state_dict()))
         for left in (3, 2, 1):
             assert handle.steps_before_capture == left
             with pytest.raises(RuntimeError, match=f"{left} more steps must run"):
@@ -211,6 +213,15 @@ def test_what_a_graph_cannot_hold(rank: int, world_size: int) -> None:
         with Tape():
             step(model, rank)
         handle.before_replay()
+        handle.load_state_dict(start)
+        with pytest.raises(RuntimeError, match=r"does not hold .*: first run 3 steps"):
+            handle.before_replay()
+        for _ in range(3):
+            step(model, rank)
+        handle.before_replay()
+        handle.keep_rates(torch.optim.SGD(model.parameters()))
+        with pytest.raises(RuntimeError, match=r"does not hold .*: it does not measure noise"):
+            handle.before_replay()
         with CAPTURING, pytest.raises(RuntimeError, match="right before the capture"):
             step(model, rank)  # another capture needs another call
 
@@ -246,7 +257,13 @@ def test_micro_batches_that_wait_are_refused(rank: int, world_size: int) -> None
     with tapes():
         model = wrap(sharded(policy), policy, hosts=2)
         step(model, rank)
+        tagc.compressor(model).before_capture()
+        with Tape():
+            step(model, rank)
         model.set_requires_all_reduce(False)
+        step(model, rank)
+        with pytest.raises(RuntimeError, match=r"does not hold .*: micro-batches wait for a later"):
+            tagc.compressor(model).before_replay()
         tagc.compressor(model).before_capture()
         with CAPTURING, pytest.raises(RuntimeError, match="micro-batches wait for a later one"):
             step(model, rank)
