@@ -257,9 +257,12 @@ class _Loads:
         self._trained, self._state_loaded, self._warned = False, False, False
         # The parameters before the first load since the last step.
         self._before: Tensor | None = None
+        # Whose ``load_state_dict`` runs.
+        self._loading: nn.Module | None = None
         self.note_writes()
-        hook = _BeforeLoad(self)
-        self.hooks = [m.register_load_state_dict_pre_hook(hook) for m in model.modules()]
+        begins, ends = _LoadHook(self, "note_load"), _LoadHook(self, "note_loaded")
+        self.hooks = [m.register_load_state_dict_pre_hook(begins) for m in model.modules()]
+        self.hooks += [m.register_load_state_dict_post_hook(ends) for m in model.modules()]
 
     def settle(self, *, begins: bool = False) -> None:
         """Go on from the parameters if they were loaded. Call it before anything depends on the
@@ -284,13 +287,26 @@ class _Loads:
                     "were loaded, call refresh() of the handle on all ranks of all sites"
                 )
             self._before = None
+        self._loading = None
         self._trained |= begins
         self._writes = writes
 
-    def note_load(self) -> None:
-        """Note that parameters are about to be loaded."""
+    def note_load(self, module: nn.Module) -> None:
+        """Note that parameters of a module are about to be loaded."""
+        if self._loading is None:
+            self._loading = module
         if self._before is None:
             self._before = self._marks()
+
+    def note_loaded(self, module: nn.Module) -> None:
+        """Note that a load ended. If it swapped the parameters back in, what else writes to them
+        before the next step is no load."""
+        if module is not self._loading:
+            return
+        self._loading = None
+        if self._before is not None and torch.equal(self._before, self._marks()):
+            self._before = None
+            self.note_writes()
 
     def note_state(self) -> None:
         """Note that anchors were loaded: what parameters hold until the next step belongs to
@@ -313,15 +329,15 @@ class _Loads:
         return sum(anchor.unit.writes for anchor in self._exchange.anchors)
 
 
-class _BeforeLoad:
-    """A hook of modules that notes a load."""
+class _LoadHook:
+    """A hook of modules that notes a load, by a method of :class:`_Loads`."""
 
-    def __init__(self, loads: _Loads) -> None:
-        self._loads = weakref.ref(loads)
+    def __init__(self, loads: _Loads, note: str) -> None:
+        self._loads, self._note = weakref.ref(loads), note
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if (loads := self._loads()) is not None:
-            loads.note_load()
+            getattr(loads, self._note)(module)
 
     def __reduce__(self) -> Any:
         # In a copy of the model, also a pickled one, a function that does nothing.
