@@ -298,11 +298,15 @@ def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
         of = " ".join((step.of.partition(" ")[0], ", ".join(columns)))
         found[key] = Launch(replace(operator, layout=layout), (*places, *flags), of)
     for launch in found.values():
-        merged = _merged(others[-1], launch) if others else None
+        # What undoes a lag may come later: of NaN it makes NaN.
+        at = len(others) - 1
+        while at > 0 and isinstance(getattr(others[at], "operator", None), UndoLag):
+            at -= 1
+        merged = _merged(others[at], launch) if others else None
         if merged is None:
             others.append(launch)
         else:
-            others[-1] = merged
+            others[at] = merged
     return others
 
 
@@ -318,8 +322,10 @@ def _merged(step: Step, dense: Launch) -> Launch | None:
         both = QuantizeAndPut(operator, pieces.layout)
         return Launch(both, (x, residual, message, *(seeds or [None]), *dense.places), of)
     if isinstance(operator, Dequantize | DequantizeMatrix) and isinstance(pieces, Sum):
-        whole = tuple(place and place.whole_rows for place in step.places)
-        if whole != dense.places[:2] or operator.divisor != pieces.divisor:
+        message = step.places[0]
+        if message is None or message.whole_rows != dense.places[0]:
+            return None
+        if operator.divisor != pieces.divisor:
             return None
         both = DequantizeAndSum(operator, pieces.layout)
         return Launch(both, (*step.places, *dense.places), of)

@@ -70,8 +70,8 @@ class MergedOps(Protocol):
 
         Args:
             whole, rows, stamp, wrong: the arguments of ``sum_dense``, with ``dense`` as its layout.
-                ``message`` is a part of ``whole``, and ``out`` one of ``rows``, without pieces.
-                What makes ``rows`` NaN also makes ``out`` NaN.
+                ``message`` is a part of ``whole``, without pieces; ``out`` is often a part of
+                ``rows``. What makes ``rows`` NaN also makes ``out`` NaN.
         """
         ...
 
