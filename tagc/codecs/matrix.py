@@ -74,14 +74,11 @@ class MatrixPlan(CodecPlan):
 
     def scratch_bytes(self, destinations: int, sources: int) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: for all matrices at once."""
-        # To encode: sums and scales of columns. To decode: scales of rows, and of as many columns
-        # as the words have places for.
+        # To encode: of columns, sums, largest sums, scales and divisors. To decode: scales of rows,
+        # and of as many columns as the words have places for.
         return sum(
             m.count
-            * (
-                destinations * (7 * m.columns + 8)
-                + sources * (4 * m.rows + 2 * m.row_words * m.places)
-            )
+            * (destinations * 14 * m.columns + sources * (4 * m.rows + 2 * m.row_words * m.places))
             for m in self.matrices.runs
         )
 

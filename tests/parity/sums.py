@@ -17,13 +17,14 @@ from support.launching import launch
 from tagc.codecs.matrix import MatrixPlan
 from tagc.collect import UnitReducer
 from tagc.ops import Ops
-from tagc.ops.launches import Expand, QuantizeMatrix
+from tagc.ops.launches import Expand, QuantizeAndPut, QuantizeMatrix
 from tagc.plan.part import Part
 
 from .apis import Api
 from .option import F16, F32, F64, Dtype, Option, two_by_two
 
 Divisors = Callable[[int], tuple[float, float]]
+_QUANTIZE: tuple[Any, ...] = QuantizeMatrix, QuantizeAndPut
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     as well.
     """
     amounts: dict[int, Tensor] = {}
-    reduce_, bound = UnitReducer.reduce, QuantizeMatrix.bound
+    reduce_, bound_by = UnitReducer.reduce, {kind: kind.bound for kind in _QUANTIZE}
     sent: list[Tensor] = []
 
     def add(self: UnitReducer, size: Tensor) -> None:
@@ -63,12 +64,14 @@ def recorded() -> Iterator[dict[int, Tensor]]:
             found = {s.start: piece for s, piece in zip(matrices, pieces, strict=True)}
             add(self, for_shards(self.plan, laid_out(self.plan, found)))
 
-    def quantize(self: QuantizeMatrix, ops: Ops, own: int) -> Callable[..., object]:
-        run = bound(self, ops, own)
+    def quantize(self: Any, ops: Ops, own: int) -> Callable[..., object]:
+        run = bound_by[type(self)](self, ops, own)
+        if isinstance(self, QuantizeAndPut) and not isinstance(self.quantize, QuantizeMatrix):
+            return run
 
-        def noted(x: Tensor, residual: Tensor | None, message: Tensor) -> None:
+        def noted(x: Tensor, residual: Tensor | None, *more: Tensor | None) -> None:
             before = x.double() + (0 if residual is None else residual)
-            run(x, residual, message)
+            run(x, residual, *more)
             sent.append((before - (0 if residual is None else residual)).abs())
 
         return noted
@@ -76,6 +79,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
     with (
         patch.object(UnitReducer, "reduce", reduce),
         patch.object(QuantizeMatrix, "bound", quantize),
+        patch.object(QuantizeAndPut, "bound", quantize),
     ):
         yield amounts
 
