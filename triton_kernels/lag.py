@@ -21,6 +21,12 @@ _WARPS = 4
 
 
 @jit
+def without_lag(x, last, late, lead):
+    """``(x - last * late) / lead``, each operation rounded."""
+    return tl.div_rn(x - last * late, tl.zeros_like(x) + lead)
+
+
+@jit
 def undo_lag_kernel(decoded, sent, out, late, lead, n, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     j = tl.arange(0, BLOCK)
@@ -29,7 +35,7 @@ def undo_lag_kernel(decoded, sent, out, late, lead, n, BLOCK: tl.constexpr):
     last = tl.load(sent + start + j, mask=inside, other=0.0)
     finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     x = tl.where(finite, x, 0.0)
-    ahead = tl.div_rn(x - last * late, tl.zeros_like(x) + lead)
+    ahead = without_lag(x, last, late, lead)
     tl.store(sent + start + j, x, mask=inside)
     ahead = tl.where(finite, ahead, float("nan"))
     tl.store(out + start + j, ahead.to(out.dtype.element_ty), mask=inside)

@@ -27,7 +27,8 @@ from tagc.ops.matrix import AnyMatrices
 
 from .device import on_device_of
 from .jit import constant, jit, tl
-from .matrix_numbers import unit_of
+from .lag import without_lag
+from .matrix_numbers import INFINITY, unit_of
 from .matrix_read_scales import read_scales
 from .matrix_runs import (
     Run,
@@ -42,22 +43,19 @@ from .matrix_runs import (
     whose_matrix,
     words_of_row,
 )
-from .scalar import widen
+from .scalar import magnitude, widen
 from .sizes import cdiv, next_power_of_2
 
 # Rows of a program's tile; lanes of a thread; words of the tile, in the lanes of all threads. All
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
 # warps fit on a multiprocessor and wait for 32 KiB of codes.
 _ROWS, _INNER, _WORDS = 4, 4, 512
-# Of a thread, where the compiler would use more if there are several kinds of tiles, and not spill
-# with as many.
-_REGISTERS = 128
 # The most elements of a tile that a single warp has. Several of its threads may have the same
 # element, or a thread may load one for another, which stores it.
 _OF_WARP = constant(128)
 # Arguments whose alignment makes no difference.
-_PLAIN = ["message", "f", "R", "divisor", "mask", "message_stride", "message_next", "f_stride",
-          "v_stride"]  # fmt: skip
+_PLAIN = ["message", "f", "R", "divisor", "late", "lead", "mask", "message_stride", "message_next",
+          "f_stride", "v_stride"]  # fmt: skip
 
 
 @jit
@@ -105,8 +103,8 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
 
 @jit(do_not_specialize=_PLAIN)
 def dequantize_matrix_kernel(
-    message, f, v, out, runs, R, divisor, mask, message_stride, message_next, f_stride, v_stride,
-    out_stride,
+    message, f, v, out, sent, runs, R, divisor, late, lead, mask, message_stride, message_next,
+    f_stride, v_stride, out_stride,
     WIDTH: tl.constexpr, SIZES: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     DIVIDE: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -119,14 +117,14 @@ def dequantize_matrix_kernel(
     for i in tl.static_range(len(SIZES)):
         if is_of_kind(runs, i):
             sum_tile(
-                runs[i], message, f, v, out, R, divisor, mask, message_next, WIDTH, SIZES, i,
-                INNER, OUTER, DIVIDE, ADD, THREADS,
+                runs[i], message, f, v, out, sent, R, divisor, late, lead, mask, message_next,
+                WIDTH, SIZES, i, INNER, OUTER, DIVIDE, ADD, THREADS,
             )  # fmt: skip
 
 
 @jit
 def sum_tile(
-    runs, message, f, v, out, R, divisor, mask, message_next,
+    runs, message, f, v, out, sent, R, divisor, late, lead, mask, message_next,
     WIDTH: tl.constexpr, SIZES: tl.constexpr, KIND: tl.constexpr, INNER: tl.constexpr,
     OUTER: tl.constexpr, DIVIDE: tl.constexpr, ADD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +134,8 @@ def sum_tile(
     WORDS: tl.constexpr = SIZES[KIND][2]
     NEXT: tl.constexpr = SIZES[KIND][3]
     ROWS: tl.constexpr = SIZES[KIND][4]
+    # Whether several threads may have one element.
+    SHARED: tl.constexpr = OUTER * WORDS <= _OF_WARP or OUTER * WORDS * 32 < _OF_WARP * THREADS
     run, m, tile = whose_matrix(runs)
     rows, columns = run.rows, run.columns * UNIT
     row_words = words_of_row(columns, OUTER * INNER, OF_WORDS)
@@ -174,7 +174,10 @@ def sum_tile(
         f += rows
         v += OUTER * INNER // 2 * row_words
         codes += message_next
-    out += first_element(run, m, columns, UNIT) + first * columns
+    place = first_element(run, m, columns, UNIT) + first * columns
+    out += place
+    if sent is not None:
+        sent += place
     j = outer * INNER * row_words + w + next
     for row in tl.static_range(ROWS):
         end = tl.where(first + row >= begin, columns, 0)
@@ -182,13 +185,20 @@ def sum_tile(
             x = totals[row * INNER + i]
             x = tl.div_rn(x, tl.zeros_like(x) + divisor) if DIVIDE else x * divisor
             ours = (begins < row_words) & (j < end - i * row_words)
-            at = out + row * columns + i * row_words + j
+            at = row * columns + i * row_words + j
             if ADD:
-                x += widen(tl.load(at, mask=ours))
-                if (OUTER * WORDS <= _OF_WARP) | (OUTER * WORDS * 32 < _OF_WARP * THREADS):
-                    # All threads must read an element before one writes it.
-                    tl.debug_barrier()
-            tl.store(at, x.to(out.dtype.element_ty), mask=ours)
+                x += widen(tl.load(out + at, mask=ours))
+            if sent is not None:
+                last = tl.load(sent + at, mask=ours, other=0.0)
+            if (ADD or sent is not None) and SHARED:
+                # All threads must read an element before one writes it.
+                tl.debug_barrier()
+            if sent is not None:
+                finite = magnitude(x) < INFINITY
+                x = tl.where(finite, x, 0.0)
+                tl.store(sent + at, x, mask=ours)
+                x = tl.where(finite, without_lag(x, last, late, lead), float("nan"))
+            tl.store(out + at, x.to(out.dtype.element_ty), mask=ours)
 
 
 @on_device_of("out")
@@ -205,10 +215,16 @@ def sum_matrices(
     layout: AnyMatrices,
     divisor: int,
     add: bool,
+    sent: Tensor | None = None,
+    lead: float = 1.0,
     more: int = 0,
     **pieces: Any,
 ) -> None:
-    """Launch matrices, and ``more`` programs for the pieces of each row."""
+    """Launch matrices, and ``more`` programs for the pieces of each row.
+
+    Args:
+        sent, lead: as of :meth:`tagc.ops.lag.LagOps.undo_lag`, which ``out`` has the result of.
+    """
     launches, total = runs_of(layout)
     divide = divisor & (divisor - 1) != 0
     factor = float(divisor) if divide else 1.0 / divisor
@@ -217,7 +233,7 @@ def sum_matrices(
             message, runs=runs, total=total, divisor=factor, divide=divide, more=more, **pieces
         )
         more, pieces = 0, {}
-        _sum_tiles(message, f, v, out, runs, factor, divide, add)
+        _sum_tiles(message, f, v, out, runs, factor, divide, add, sent, lead)
 
 
 def _sum_tiles(
@@ -229,12 +245,14 @@ def _sum_tiles(
     divisor: float,
     divide: bool,
     add: bool,
+    sent: Tensor | None,
+    lead: float,
 ) -> None:
     """Dequantize matrices with scales of :func:`.matrix_read_scales.read_scales`."""
     layout, (K, R, _) = runs[0].layout, message.shape
     outer = layout.places // _INNER
     # Divisions (which are calls), codes of several bits, and float32 elements take registers.
-    many = divide or layout.bits > 1 or out.dtype == torch.float32
+    many = divide or sent is not None or layout.bits > 1 or out.dtype == torch.float32
     most = _ROWS if many else 2 * _ROWS
 
     def sizes_of(run: Run) -> tuple[int, ...]:
@@ -249,11 +267,10 @@ def _sum_tiles(
     # A thread has 4 neighbours of each lane.
     warps = max(1, outer * max(words for _, _, words, *_ in sizes) // _OF_WARP.value)
     dequantize_matrix_kernel[(programs, K)](
-        message, f, v, out, numbers, R, divisor, (1 << layout.bits) - 1, message.stride(0),
-        message.stride(1), f.stride(0), v.stride(0) // (layout.places // 2),
+        message, f, v, out, sent, numbers, R, divisor, 1 - lead, lead, (1 << layout.bits) - 1,
+        message.stride(0), message.stride(1), f.stride(0), v.stride(0) // (layout.places // 2),
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.bits, SIZES=sizes, INNER=_INNER, OUTER=outer, DIVIDE=divide,
-        ADD=add, THREADS=32 * warps, num_warps=warps, maxnreg=None if many else _REGISTERS,
-        enable_fp_fusion=False,
+        ADD=add, THREADS=32 * warps, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -74,11 +74,14 @@ def dequantize_and_sum(
     rows: Tensor,
     stamp: Tensor | None,
     wrong: Tensor | None,
+    sent: Tensor | None = None,
+    ahead: Tensor | None = None,
     *,
     layout: BlockLayout | AnyMatrices,
     divisor: int,
     add: bool,
     dense: DenseLayout,
+    lead: float = 1.0,
 ) -> None:
     """See :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
     given = whole, rows, stamp, wrong, dense, divisor
@@ -88,6 +91,7 @@ def dequantize_and_sum(
         sum_blocks(message, out, layout, divisor, add, programs, **pieces)
     elif runs_of(layout)[0]:
         programs, pieces = sum_arguments(*given, WARPS)
-        sum_matrices(message, out, layout, divisor, add, programs, **pieces)
+        last = out if ahead is None else ahead[None]
+        sum_matrices(message, last, layout, divisor, add, sent, lead, programs, **pieces)
     else:
         sum_dense(whole, rows, stamp, wrong, layout=dense, divisor=divisor)

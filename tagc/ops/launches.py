@@ -151,21 +151,25 @@ class DequantizeMatrix(_Decodes):
 
 @dataclass(frozen=True)
 class DequantizeAndSum(Operator):
-    """``(messages, rows)`` as of ``dequantize``, and the tensors of :class:`Sum`. See
+    """``(messages, rows)`` as of ``dequantize``, and the tensors of :class:`Sum`; also ``sent`` and
+    ``out`` of :class:`UndoLag`, if it follows. See
     :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
 
     launches: ClassVar[bool] = True
 
     dequantize: Dequantize | DequantizeMatrix
     dense: DenseLayout
+    lead: float = 1.0
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         options = {"divisor": self.dequantize.divisor or 1, "add": self.dequantize.add}
-        layout = self.dequantize.layout
-        return partial(ops.dequantize_and_sum, layout=layout, **options, dense=self.dense)
+        layout, both = self.dequantize.layout, {"dense": self.dense, "lead": self.lead}
+        return partial(ops.dequantize_and_sum, layout=layout, **options, **both)
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return self.dequantize.adapted(argument % 2, tensor) if argument < 4 else tensor
+        if argument < 4:
+            return self.dequantize.adapted(argument % 2, tensor)
+        return tensor if argument < 6 else tensor[0]
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         self.dequantize.prepare(ops, *places[:2])
@@ -298,20 +302,25 @@ def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
         of = " ".join((step.of.partition(" ")[0], ", ".join(columns)))
         found[key] = Launch(replace(operator, layout=layout), (*places, *flags), of)
     for launch in found.values():
-        # What undoes a lag may come later: of NaN it makes NaN.
-        at = len(others) - 1
-        while at > 0 and isinstance(getattr(others[at], "operator", None), UndoLag):
-            at -= 1
-        merged = _merged(others[at], launch) if others else None
-        if merged is None:
-            others.append(launch)
+        lag = others.pop() if others and _undoes_lag(others[-1]) else None
+        merged = _merged(others[-1], launch, lag) if others else None
+        if merged is not None:
+            others[-1] = merged
         else:
-            others[at] = merged
+            others += [step for step in (lag, launch) if step is not None]
     return others
 
 
-def _merged(step: Step, dense: Launch) -> Launch | None:
-    """One launch instead of both; None if they are not about codes and pieces of the same rows."""
+def _undoes_lag(step: Step) -> bool:
+    return isinstance(step, Launch) and isinstance(step.operator, UndoLag)
+
+
+def _merged(step: Step, dense: Launch, lag: Step | None) -> Launch | None:
+    """One launch instead of all; None if they are not about codes and pieces of the same messages.
+
+    Args:
+        lag: undoes the lag of what ``step`` decodes.
+    """
     if not isinstance(step, Launch):
         return None
     operator, pieces, of = step.operator, dense.operator, f"{step.of}, {dense.of}"
@@ -327,8 +336,12 @@ def _merged(step: Step, dense: Launch) -> Launch | None:
             return None
         if operator.divisor != pieces.divisor:
             return None
-        both = DequantizeAndSum(operator, pieces.layout)
-        return Launch(both, (*step.places, *dense.places), of)
+        if not isinstance(lag, Launch):
+            both = DequantizeAndSum(operator, pieces.layout)
+            return Launch(both, (*step.places, *dense.places), of)
+        if isinstance(operator, DequantizeMatrix) and isinstance(lag.operator, UndoLag):
+            both = DequantizeAndSum(operator, pieces.layout, lag.operator.lead)
+            return Launch(both, (*step.places, *dense.places, *lag.places[1:]), of)
     return None
 
 

@@ -58,11 +58,14 @@ class MergedOps(Protocol):
         rows: Tensor,
         stamp: Tensor | None,
         wrong: Tensor | None,
+        sent: Tensor | None = None,
+        ahead: Tensor | None = None,
         *,
         layout: BlockLayout | AnyMatrices,
         divisor: int,
         add: bool,
         dense: DenseLayout,
+        lead: float = 1.0,
     ) -> None:
         """:meth:`tagc.ops.blocks.BlockOps.dequantize`, or
         :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`, and
@@ -72,6 +75,9 @@ class MergedOps(Protocol):
             whole, rows, stamp, wrong: the arguments of ``sum_dense``, with ``dense`` as its layout.
                 ``message`` is a part of ``whole``, without pieces; ``out`` is often a part of
                 ``rows``. What makes ``rows`` NaN also makes ``out`` NaN.
+            sent, ahead, lead: if given, for matrices, :meth:`tagc.ops.lag.LagOps.undo_lag` comes
+                last, with ``out``, which has one row, as ``decoded``. If ``out`` is another tensor
+                than ``ahead``, its content is then arbitrary.
         """
         ...
 
@@ -81,6 +87,7 @@ def merged(
     dequantize: Callable[..., None],
     quantize_matrix: Callable[..., None],
     dequantize_matrix: Callable[..., None],
+    undo_lag: Callable[..., None],
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """:class:`MergedOps` of an implementation to which calls cost little: one after another."""
 
@@ -114,15 +121,20 @@ def merged(
         rows: Tensor,
         stamp: Tensor | None,
         wrong: Tensor | None,
+        sent: Tensor | None = None,
+        ahead: Tensor | None = None,
         *,
         layout: BlockLayout | AnyMatrices,
         divisor: int,
         add: bool,
         dense: DenseLayout,
+        lead: float = 1.0,
     ) -> None:
         decode = dequantize if isinstance(layout, BlockLayout) else dequantize_matrix
         decode(message, out, layout=layout, divisor=divisor, add=add)
         sum_dense(whole, rows, stamp, wrong, layout=dense, divisor=divisor)
         spoil(is_spoilt(whole, stamp, wrong, dense), out)
+        if sent is not None and ahead is not None:
+            undo_lag(out[0], sent, ahead, lead=lead)
 
     return quantize_and_put, dequantize_and_sum

@@ -297,7 +297,13 @@ def _quantize_and_put(m: Maker) -> Case:
 
 
 def _dequantize_and_sum(m: Maker) -> Case:
-    return _merged(m, "dequantize", "sum_dense")
+    case = _merged(m, "dequantize", "sum_dense")
+    if m.call.given("sent") is None:
+        return case
+    n = m.layout.numel
+    case.tensors["sent"] = m.values(n, dtype=torch.float32)
+    case.tensors["ahead"] = m.garbage(n, dtype=m.call.dtype("ahead"))
+    return replace(case, scratch=("out",))
 
 
 def _merged(m: Maker, codes: str, pieces: str) -> Case:

@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 quantize_and_put, dequantize_and_sum = merged(
-    quantize, dequantize, quantize_matrix, dequantize_matrix
+    quantize, dequantize, quantize_matrix, dequantize_matrix, undo_lag
 )
 
 
