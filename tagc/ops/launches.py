@@ -366,12 +366,19 @@ class Clamp(Operator):
         x.clamp_(-self.largest, self.largest)
 
 
+# A tensor of the host's, which a kernel on a GPU takes as a number.
+_NAN = torch.tensor(torch.nan, dtype=torch.float32, device="cpu")
+
+
 @dataclass(frozen=True)
 class Copy(Operator):
-    """``(source, target)``, which may differ in dtype, or be one tensor."""
+    """``(source, target)``, which may differ in dtype, or be one tensor. With a third tensor,
+    ``flag [1] bool``, the target becomes NaN instead if the flag is set."""
 
-    def run(self, source: Tensor, target: Tensor) -> None:
-        if source.data_ptr() != target.data_ptr():
+    def run(self, source: Tensor, target: Tensor, flag: Tensor | None = None) -> None:
+        if flag is not None:
+            torch.where(flag, _NAN, source.to(target.dtype), out=target)
+        elif source.data_ptr() != target.data_ptr():
             target.copy_(source)
 
 
@@ -380,7 +387,10 @@ class Subtract(Operator):
     """``(new, old, difference)``, in the difference's dtype."""
 
     def run(self, new: Tensor, old: Tensor, difference: Tensor) -> None:
-        difference.copy_(new).sub_(old)
+        if torch.promote_types(new.dtype, old.dtype) == difference.dtype:
+            torch.sub(new, old, out=difference)
+        else:
+            difference.copy_(new).sub_(old)
 
 
 @dataclass(frozen=True)

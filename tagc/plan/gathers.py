@@ -218,8 +218,7 @@ class Gathers:
         return self._read(self.changed_early)
 
     def _read(self, changed: Place) -> Program:
-        spoil = Launch(Spoil(), (self._out[:1], changed))
-        steps = [self._compare(changed), *self._share(), spoil]
+        steps = [self._compare(changed), *self._share(changed)]
         return self._program(("gather parameters", steps))
 
     @cached_property
@@ -338,11 +337,15 @@ class Gathers:
     def _send_rows(self) -> Iterator[Step]:
         return self._gather(self.copy, self.copy.row(OWN))
 
-    def _share(self) -> Iterator[Step]:
+    def _share(self, changed: Place | None = None) -> Iterator[Step]:
+        """The copy, or NaN if ``changed`` is set."""
         if self._unit.info.ranks_per_host == 1:
-            yield Launch(Copy(), (self.copy, self._out))
-        else:
-            yield from self._hand_on(self._out, self.copy)
+            flags = () if changed is None else (changed,)
+            yield Launch(Copy(), (self.copy, self._out, *flags))
+            return
+        yield from self._hand_on(self._out, self.copy)
+        if changed is not None:
+            yield Launch(Spoil(), (self._out[:1], changed))
 
     def _hand_on(self, out: Place, rows: Place) -> Iterator[Step]:
         """The ranks of a host send each other rows: row ``h`` of rank ``r`` becomes row
