@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -387,10 +387,14 @@ class Subtract(Operator):
     """``(new, old, difference)``, in the difference's dtype."""
 
     def run(self, new: Tensor, old: Tensor, difference: Tensor) -> None:
-        if torch.promote_types(new.dtype, old.dtype) == difference.dtype:
-            torch.sub(new, old, out=difference)
-        else:
-            difference.copy_(new).sub_(old)
+        # One kernel; a subtraction would compute in the dtype of `new` and `old`.
+        torch.addcmul(new, old, _minus_one(difference.dtype, difference.device), out=difference)
+
+
+@cache
+def _minus_one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1,), -1, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
