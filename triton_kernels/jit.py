@@ -16,13 +16,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
-from triton import knobs
 from triton.runtime import driver
 
 _COMPILING_ONLY: ContextVar[bool] = ContextVar("compiling_only", default=False)
 _RECORD: ContextVar[list[Call] | None] = ContextVar("record", default=None)
 _Function: Any = triton.JITFunction
-INTERPRETED: bool = knobs.runtime.interpret
 
 
 class Call(NamedTuple):

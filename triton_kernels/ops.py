@@ -10,6 +10,9 @@ Messages, residuals and outputs have the same bits as those of the reference on 
 """
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from .dense import put_dense, sum_dense
 from .dequantize import dequantize
@@ -18,20 +21,11 @@ from .exact_encode import encode_exact
 from .exact_measure import measure_exact
 from .exponents import pack_exponents, unpack_exponents
 from .fingerprint import fingerprint
-from .jit import INTERPRETED, compiling_only
+from .jit import compiling_only
 from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
 from .merged import dequantize_and_sum, quantize_and_put
-from .prepare import (
-    prepare,
-    prepare_blocks,
-    prepare_exact,
-    prepare_exponents,
-    prepare_lag,
-    prepare_matrix,
-    prepare_thresholds,
-)
 from .quantize import quantize
 from .recorded import Recorded
 from .scratch import release
@@ -53,12 +47,6 @@ __all__ = [
     "pack_exponents",
     "peel",
     "prepare",
-    "prepare_blocks",
-    "prepare_exact",
-    "prepare_exponents",
-    "prepare_lag",
-    "prepare_matrix",
-    "prepare_thresholds",
     "put_dense",
     "quantize",
     "quantize_and_put",
@@ -73,7 +61,17 @@ __all__ = [
 ]
 
 
-def recorded(operator: Callable[..., object]) -> Recorded | None:
-    """See :meth:`tagc.ops.implementations.DeviceOps.recorded`. Triton's interpreter compiles
-    nothing."""
-    return None if INTERPRETED else Recorded(operator)
+def prepare(
+    operator: str,
+    layout: Any = None,
+    x: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    *,
+    dithered: bool = False,
+) -> None:
+    """Nothing: rehearsals in :func:`.jit.compiling_only` compile the kernels."""
+
+
+def recorded(operator: Callable[..., object]) -> Recorded:
+    """See :meth:`tagc.ops.implementations.DeviceOps.recorded`."""
+    return Recorded(operator)

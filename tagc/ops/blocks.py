@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 BITS = (4, 8)
@@ -149,16 +148,4 @@ class BlockOps(Protocol):
             add: whether the quotient is added to what ``out`` holds, in float32, and the sum
                 rounded once.
         """
-        ...
-
-    def prepare_blocks(
-        self,
-        layout: BlockLayout,
-        gradient: torch.dtype,
-        residual: torch.dtype | None,
-        average: float,
-        *,
-        dithered: bool = False,
-    ) -> None:
-        """Compile the kernels of :meth:`quantize` and :meth:`dequantize`."""
         ...

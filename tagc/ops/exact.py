@@ -162,8 +162,3 @@ class ExactOps(Protocol):
             rows: ``[n, numel]`` in the layout's dtype, updated in place.
         """
         ...
-
-    def prepare_exact(self, layout: ExactLayout) -> None:
-        """Compile the kernels of :meth:`measure_exact`, :meth:`encode_exact` and
-        :meth:`decode_exact`."""
-        ...

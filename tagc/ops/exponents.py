@@ -116,7 +116,3 @@ class ExponentOps(Protocol):
             rows: ``[n, numel]`` bfloat16, written.
         """
         ...
-
-    def prepare_exponents(self) -> None:
-        """Compile the kernels of :meth:`pack_exponents` and :meth:`unpack_exponents`."""
-        ...

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Protocol, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,26 @@ class Ops(
     Protocol,
 ):
     """All operators of an implementation."""
+
+    def prepare(
+        self,
+        operator: str,
+        layout: Any = None,
+        x: torch.dtype | None = None,
+        residual: torch.dtype | None = None,
+        *,
+        dithered: bool = False,
+    ) -> None:
+        """Compile the kernels of an operator, so that no step has to.
+
+        Args:
+            operator: its name; of those that come in pairs, either also stands for the other, and
+                ``encode`` for all of sketches.
+            layout: its layout.
+            x, residual: dtypes of what it codes, and of the residual, if it takes one.
+            dithered: whether it rounds stochastically.
+        """
+        ...
 
     def release(self) -> None:
         """Free the buffers that are kept between calls; the next call makes new ones."""

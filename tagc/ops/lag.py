@@ -29,7 +29,3 @@ class LagOps(Protocol):
             lead: the share of gradient plus residual that messages carry.
         """
         ...
-
-    def prepare_lag(self) -> None:
-        """Compile the kernels of :meth:`undo_lag`."""
-        ...

@@ -42,7 +42,7 @@ class Quantize(Operator):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         x, residual, *_ = (place and place.dtype for place in places)
         assert x is not None
-        ops.prepare_blocks(self.layout, x, residual, self.average, dithered=self.dithered)
+        ops.prepare("quantize", self.layout, x, residual, dithered=self.dithered)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class QuantizeMatrix(Operator):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         x, residual, _ = (place and place.dtype for place in places)
         assert x is not None
-        ops.prepare_matrix(self.layout, x, residual, self.average)
+        ops.prepare("quantize_matrix", self.layout, x, residual)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Dequantize(_Decodes):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         rows = places[1]
         assert rows is not None
-        ops.prepare_blocks(self.layout, rows.dtype, None, 0.0)
+        ops.prepare("dequantize", self.layout, rows.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class DequantizeMatrix(_Decodes):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         _, rows = places
         assert rows is not None
-        ops.prepare_matrix(self.layout, rows.dtype, None, 0.0)
+        ops.prepare("dequantize_matrix", self.layout, rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class _Exact(Operator):
     layout: ExactLayout
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare_exact(self.layout)
+        ops.prepare("encode_exact")
 
 
 class MeasureExact(_Exact):
@@ -217,7 +217,7 @@ class _Exponents(Operator):
     layout: ExponentLayout
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare_exponents()
+        ops.prepare("pack_exponents")
 
 
 class PackExponents(_Exponents):
@@ -491,7 +491,7 @@ class UndoLag(Operator):
         return tensor[0]
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare_lag()
+        ops.prepare("undo_lag")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
 
-import torch
 from torch import Tensor
 
 BITS = (1, 2)
@@ -275,14 +274,4 @@ class MatrixOps(Protocol):
             out: ``[K, numel]`` float32, bfloat16 or float16, written.
             add: as in :meth:`tagc.ops.blocks.BlockOps.dequantize`.
         """
-        ...
-
-    def prepare_matrix(
-        self,
-        layout: AnyMatrices,
-        gradient: torch.dtype,
-        residual: torch.dtype | None,
-        average: float,
-    ) -> None:
-        """Compile the kernels of :meth:`quantize_matrix` and :meth:`dequantize_matrix`."""
         ...

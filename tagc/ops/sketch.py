@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tagc.ops.symbols import Symbol
@@ -202,13 +201,6 @@ class SketchOps(Protocol):
             residual: ``[n]`` this rank's residual of its own shard, or None.
             stats: ``[2]`` int32, written: groups in the union, groups unresolved.
         """
-        ...
-
-    def prepare(
-        self, layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None
-    ) -> None:
-        """Compile the kernels of :meth:`encode` and :meth:`decode`, so that no step has to; for a
-        direct layout with a residual also those of :meth:`select`, on rows of that dtype."""
         ...
 
     def select(

@@ -70,10 +70,6 @@ class ThresholdOps(Protocol):
         """
         ...
 
-    def prepare_thresholds(self) -> None:
-        """Compile the kernels of :meth:`steer`."""
-        ...
-
 
 def step_of(threshold: Tensor, scale: Tensor | float) -> Tensor:
     """``2**floor(log2(threshold)) * scale``, exactly, and 1 where ``scale`` is 0.

@@ -76,7 +76,7 @@ class EncodeSketch(Operator):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         x, residual, *_ = (place and place.dtype for place in places)
         assert x is not None
-        ops.prepare(self.layout, x, residual)
+        ops.prepare("encode", self.layout, x, residual)
 
 
 @dataclass(frozen=True)

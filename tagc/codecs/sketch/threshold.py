@@ -117,7 +117,7 @@ class Steer(Operator):
         return steer
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare_thresholds()
+        ops.prepare("steer")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """Fast CPU implementation of :class:`tagc.ops.Ops`: numba, one thread, no Python per element."""
 
-from tagc.ops.cpu.blocks import dequantize, prepare_blocks, quantize
-from tagc.ops.cpu.exact import decode_exact, encode_exact, measure_exact, prepare_exact
-from tagc.ops.cpu.exponents import pack_exponents, prepare_exponents, unpack_exponents
-from tagc.ops.cpu.lag import prepare_lag, undo_lag
-from tagc.ops.cpu.matrix import dequantize_matrix, prepare_matrix, quantize_matrix
-from tagc.ops.cpu.sketch import decode, encode, insert, peel, prepare, select
-from tagc.ops.cpu.thresholds import prepare_thresholds, steer
+from typing import Any
+
+import torch
+
+from tagc.ops.cpu.blocks import compile_blocks, dequantize, quantize
+from tagc.ops.cpu.exact import compile_exact, decode_exact, encode_exact, measure_exact
+from tagc.ops.cpu.exponents import compile_exponents, pack_exponents, unpack_exponents
+from tagc.ops.cpu.lag import compile_lag, undo_lag
+from tagc.ops.cpu.matrix import compile_matrix, dequantize_matrix, quantize_matrix
+from tagc.ops.cpu.sketch import compile_sketch, decode, encode, insert, peel, select
+from tagc.ops.cpu.thresholds import compile_thresholds, steer
 from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
 from tagc.ops.merged import merged
@@ -25,12 +29,6 @@ __all__ = [
     "pack_exponents",
     "peel",
     "prepare",
-    "prepare_blocks",
-    "prepare_exact",
-    "prepare_exponents",
-    "prepare_lag",
-    "prepare_matrix",
-    "prepare_thresholds",
     "put_dense",
     "quantize",
     "quantize_and_put",
@@ -50,3 +48,29 @@ quantize_and_put, dequantize_and_sum = merged(
 
 def release() -> None:
     """No buffer is kept between calls."""
+
+
+def prepare(
+    operator: str,
+    layout: Any = None,
+    x: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    *,
+    dithered: bool = False,
+) -> None:
+    """See :meth:`tagc.ops.implementations.Ops.prepare`. Takes seconds for what is new."""
+    match operator:
+        case "quantize" | "dequantize":
+            compile_blocks(layout.bits, x, residual, dithered)
+        case "quantize_matrix" | "dequantize_matrix":
+            compile_matrix(layout.runs[0].bits, x, residual)
+        case "encode":
+            compile_sketch(layout.symbol.name, x, residual)
+        case "measure_exact" | "encode_exact" | "decode_exact":
+            compile_exact()
+        case "pack_exponents" | "unpack_exponents":
+            compile_exponents()
+        case "undo_lag":
+            compile_lag()
+        case "steer":
+            compile_thresholds()

@@ -74,7 +74,7 @@ def dequantize(
 
 
 @once_a_host
-def _compile(
+def compile_blocks(
     bits: int, gradient: torch.dtype, residual: torch.dtype | None, dithered: bool
 ) -> None:
     """Run both operators once on the smallest input of these dtypes."""
@@ -85,18 +85,6 @@ def _compile(
     seeds = torch.zeros(1, dtype=torch.int32, device="cpu") if dithered else None
     quantize(grad, left, message, layout=layout, average=0.0, dither=seeds)
     dequantize(message[None], grad, layout=layout, divisor=1)
-
-
-def prepare_blocks(
-    layout: BlockLayout,
-    gradient: torch.dtype,
-    residual: torch.dtype | None,
-    average: float,
-    *,
-    dithered: bool = False,
-) -> None:
-    """Takes seconds for new ``bits`` or dtypes."""
-    _compile(layout.bits, gradient, residual, dithered)
 
 
 @register_jitable

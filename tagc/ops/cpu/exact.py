@@ -49,7 +49,7 @@ def _bits(x: Tensor) -> np.ndarray:
 
 
 @once_a_host
-def _compile() -> None:
+def compile_exact() -> None:
     layout = ExactLayout(spans=(4 * MIN_BLOCK,), dtype=torch.bfloat16, block=MIN_BLOCK)
     old = torch.ones(1, layout.numel, dtype=layout.dtype, device="cpu")
     plan = torch.empty(1, layout.plan_words, dtype=torch.int32, device="cpu")
@@ -57,11 +57,6 @@ def _compile() -> None:
     measure_exact(old, old, plan, layout=layout)
     encode_exact(old, old, plan, message, layout=layout)
     decode_exact(message, old, layout=layout)
-
-
-def prepare_exact(layout: ExactLayout) -> None:
-    """Takes some seconds, once."""
-    _compile()
 
 
 @register_jitable(inline="always")

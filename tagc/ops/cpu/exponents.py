@@ -45,17 +45,12 @@ def _bits(row: Tensor) -> np.ndarray:
 
 
 @once_a_host
-def _compile() -> None:
+def compile_exponents() -> None:
     layout = ExponentLayout(numel=_BLOCK)
     rows = torch.ones(1, layout.numel, dtype=torch.bfloat16, device="cpu")
     message = torch.empty(1, layout.raw_words, dtype=torch.int32, device="cpu")
     pack_exponents(rows, message, layout=layout)
     unpack_exponents(message, rows, layout=layout)
-
-
-def prepare_exponents() -> None:
-    """Takes some seconds, once."""
-    _compile()
 
 
 @register_jitable

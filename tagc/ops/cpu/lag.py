@@ -17,16 +17,11 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None
 
 
 @once_a_host
-def _compile() -> None:
+def compile_lag() -> None:
     """Run the operator once for each dtype."""
     sums, sent = torch.zeros(2, 1, dtype=torch.float32, device="cpu")
     for dtype in (torch.float32, torch.bfloat16):
         undo_lag(sums, sent, torch.empty(1, dtype=dtype, device="cpu"), lead=0.5)
-
-
-def prepare_lag() -> None:
-    """Takes a second."""
-    _compile()
 
 
 @compiled

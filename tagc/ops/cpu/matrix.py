@@ -94,7 +94,7 @@ def dequantize_matrix(
 
 
 @once_a_host
-def _compile(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+def compile_matrix(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run both operators once on the smallest input of these dtypes."""
     layout = MatrixLayout(rows=1, columns=1, bits=bits)
     grad = torch.ones(1, 1, dtype=gradient, device="cpu")
@@ -102,16 +102,6 @@ def _compile(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> 
     message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
     quantize_matrix(grad, left, message, layout=layout, average=0.0)
     dequantize_matrix(message[None], grad, layout=layout, divisor=1)
-
-
-def prepare_matrix(
-    layout: AnyMatrices,
-    gradient: torch.dtype,
-    residual: torch.dtype | None,
-    average: float,
-) -> None:
-    """Takes seconds for new ``bits`` or dtypes."""
-    _compile(layout.runs[0].bits, gradient, residual)
 
 
 # LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.

@@ -137,13 +137,8 @@ def peel(
     return symbols, stuck
 
 
-def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Takes seconds for new symbols or dtypes."""
-    _compile(layout.symbol.name, gradient, residual)
-
-
 @once_a_host
-def _compile(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
+def compile_sketch(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
     """Run encode, select and decode on small inputs."""
     symbol = SYMBOLS[name]
     one = torch.ones(1, dtype=torch.float32, device="cpu")

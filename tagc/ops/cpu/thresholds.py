@@ -38,15 +38,10 @@ def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, stat
 
 
 @once_a_host
-def _compile() -> None:
+def compile_thresholds() -> None:
     one = torch.ones(1, dtype=torch.float32, device="cpu")
     counts = torch.ones(1, 1, COUNTS, dtype=torch.int32, device="cpu")
     steer(counts, one, one, one, torch.ones(STATES, 1, 1, dtype=torch.float32, device="cpu"))
-
-
-def prepare_thresholds() -> None:
-    """Takes a second."""
-    _compile()
 
 
 @compiled

@@ -1,30 +1,19 @@
 """Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
 
+from typing import Any
+
+import torch
+
 from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
 from tagc.ops.merged import merged
-from tagc.ops.reference.blocks import (
-    dequantize,
-    prepare_blocks,
-    quantize,
-)
-from tagc.ops.reference.exact import decode_exact, encode_exact, measure_exact, prepare_exact
-from tagc.ops.reference.exponents import pack_exponents, prepare_exponents, unpack_exponents
-from tagc.ops.reference.lag import prepare_lag, undo_lag
-from tagc.ops.reference.matrix import (
-    dequantize_matrix,
-    prepare_matrix,
-    quantize_matrix,
-)
-from tagc.ops.reference.sketch import (
-    decode,
-    encode,
-    insert,
-    peel,
-    prepare,
-    select,
-)
-from tagc.ops.reference.thresholds import prepare_thresholds, steer
+from tagc.ops.reference.blocks import dequantize, quantize
+from tagc.ops.reference.exact import decode_exact, encode_exact, measure_exact
+from tagc.ops.reference.exponents import pack_exponents, unpack_exponents
+from tagc.ops.reference.lag import undo_lag
+from tagc.ops.reference.matrix import dequantize_matrix, quantize_matrix
+from tagc.ops.reference.sketch import decode, encode, insert, peel, select
+from tagc.ops.reference.thresholds import steer
 
 __all__ = [
     "decode",
@@ -40,12 +29,6 @@ __all__ = [
     "pack_exponents",
     "peel",
     "prepare",
-    "prepare_blocks",
-    "prepare_exact",
-    "prepare_exponents",
-    "prepare_lag",
-    "prepare_matrix",
-    "prepare_thresholds",
     "put_dense",
     "quantize",
     "quantize_and_put",
@@ -65,3 +48,14 @@ quantize_and_put, dequantize_and_sum = merged(
 
 def release() -> None:
     """No buffer is kept between calls."""
+
+
+def prepare(
+    operator: str,
+    layout: Any = None,
+    x: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    *,
+    dithered: bool = False,
+) -> None:
+    """Nothing to compile."""

@@ -120,14 +120,3 @@ def _unpack_codes(words: Tensor, layout: BlockLayout) -> Tensor:
     lanes = torch.arange(32 // layout.bits, device=words.device, dtype=torch.int32)
     shifted = columns << (above - layout.bits * lanes)[:, None]
     return (shifted >> above).flatten(-2).float()
-
-
-def prepare_blocks(
-    layout: BlockLayout,
-    gradient: torch.dtype,
-    residual: torch.dtype | None,
-    average: float,
-    *,
-    dithered: bool = False,
-) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.prepare_blocks`; nothing to compile."""

@@ -318,7 +318,3 @@ def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
     q = torch.where(z & 1 > 0, -(z + 1) // 2, z // 2)
     made = _ordered((_ordered(k) + q) & 0xFFFF)
     row.copy_(made.to(torch.int16).view(row.dtype))
-
-
-def prepare_exact(layout: ExactLayout) -> None:
-    """See :meth:`tagc.ops.exact.ExactOps.prepare_exact`; nothing to compile."""

@@ -96,7 +96,3 @@ def _unpacked(sent: Tensor, layout: ExponentLayout) -> Tensor:
     exponent = torch.where(code == EXCEPTION, of_spare, exponent).flatten()
     bits = (low & 0x80) << 8 | exponent << 7 | low & 0x7F
     return bits[: layout.numel].to(torch.int16).view(torch.bfloat16)
-
-
-def prepare_exponents() -> None:
-    """See :meth:`tagc.ops.exponents.ExponentOps.prepare_exponents`; nothing to compile."""

@@ -14,7 +14,3 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None
     ahead = (found - sent * late).div_(share)
     sent.copy_(found)
     out.copy_(ahead.masked_fill_(lost, torch.nan))
-
-
-def prepare_lag() -> None:
-    """See :meth:`tagc.ops.lag.LagOps.prepare_lag`; nothing to compile."""

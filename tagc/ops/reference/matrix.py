@@ -205,12 +205,3 @@ def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     value = (2 * ((code ^ half) - half) + 1).float()
     value = torch.where((rows != NOTHING)[..., None], value * (f * v), 0.0)
     return torch.where(f.isnan(), torch.nan, value)
-
-
-def prepare_matrix(
-    layout: AnyMatrices,
-    gradient: torch.dtype,
-    residual: torch.dtype | None,
-    average: float,
-) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.prepare_matrix`; nothing to compile."""

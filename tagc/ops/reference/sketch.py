@@ -111,10 +111,6 @@ def _values(symbols: Tensor, step: Tensor, layout: SketchLayout) -> Tensor:
     return unpack(symbols, layout.symbol).float() * step
 
 
-def prepare(layout: SketchLayout, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Nothing to compile."""
-
-
 def select(
     x: Tensor,
     threshold: Tensor,

@@ -53,7 +53,3 @@ def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, stat
     factor = torch.where(nonzero > 0, factor, 1.0)
     threshold.mul_(factor).clamp_(MIN_THRESHOLD, MAX_THRESHOLD)
     state[STEP] = step_of(threshold, scale[:, None]) * state[BOOST]
-
-
-def prepare_thresholds() -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.prepare_thresholds`; nothing to compile."""
