@@ -42,7 +42,7 @@ _LOG = COLUMN_LANES.bit_length() - 1
 
 @jit(do_not_specialize=["tops"])
 def matrix_columns_kernel(
-    grad, residual, sums, tops, runs, grad_stride, residual_stride, sums_stride,
+    grad, residual, sums, tops, runs, grad_stride, residual_stride, columns_stride,
     LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = 1 << LOG
@@ -64,8 +64,8 @@ def matrix_columns_kernel(
             total += bounded(load_x(grad, residual, at, inside))
     found = pairs(tl.trans(total), LOG)
     column = first_column(run, m, columns, UNIT)
-    tl.store(sums + d * sums_stride + column + j, found, mask=j < columns)
-    tl.store(tops + d * sums_stride + column + tile, tl.max(column_upper(found), 0))
+    tl.store(sums + d * columns_stride + column + j, found, mask=j < columns)
+    tl.store(tops + d * columns_stride + column + tile, tl.max(column_upper(found), 0))
 
 
 def sum_columns(

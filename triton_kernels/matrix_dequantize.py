@@ -53,6 +53,8 @@ _ROWS, _INNER, _WORDS = 4, 4, 512
 # The most elements of a tile that a single warp has. Several of its threads may have the same
 # element, or a thread may load one for another, which stores it.
 _OF_WARP = constant(128)
+# What every launch takes to compare stamps, also if another one sums the pieces.
+_OF_STAMPS = "stamps", "stamp", "wrong", "stamps_next", "STAMPS"
 # Arguments whose alignment makes no difference.
 _PLAIN = ["message", "f", "R", "divisor", "late", "lead", "mask", "message_stride", "message_next",
           "f_stride", "v_stride"]  # fmt: skip
@@ -232,7 +234,7 @@ def sum_matrices(
         f, v = read_scales(
             message, runs=runs, total=total, divisor=factor, divide=divide, more=more, **pieces
         )
-        more, pieces = 0, {}
+        more, pieces = 0, {name: pieces[name] for name in _OF_STAMPS if name in pieces}
         _sum_tiles(message, f, v, out, runs, factor, divide, add, sent, lead)
 
 

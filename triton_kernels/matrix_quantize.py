@@ -65,11 +65,12 @@ _LEAST = constant(-(2.0**-149))
 _INTEGER = constant(1.5 * 2**23)
 # Elements of a program, unless rows are longer, and of a warp.
 _ELEMENTS, _OF_WARP = 4096, 1024
-# Three programs fit on a multiprocessor. The compiler would use more if there are several kinds of
-# rows, and not spill with as many.
+# With so many of them three programs fit on a multiprocessor. For several kinds of aligned rows of
+# 16-bit numbers the compiler would use more, and spills at most 16 bytes with these; others would
+# spill a lot.
 _REGISTERS = 168
 # Arguments whose alignment makes no difference.
-_PLAIN = ["message", "norms", "distance", "message_stride", "norms_stride"]
+_PLAIN = ["message", "norms", "distance", "message_stride"]
 
 
 @jit
@@ -139,7 +140,7 @@ def say(x, f, inverse_f, sends, upper, place, WIDTH: tl.constexpr):
 @jit(do_not_specialize=_PLAIN)
 def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, runs, distance, kept, fresh, grad_stride,
-    residual_stride, message_stride, uppers_stride, norms_stride,
+    residual_stride, message_stride, columns_stride,
     WIDTH: tl.constexpr, FITTED: tl.constexpr, SIZES: tl.constexpr, LOG_PLACES: tl.constexpr,
     AVERAGE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -147,8 +148,8 @@ def quantize_matrix_kernel(
     grad += d * grad_stride
     if residual is not None:
         residual += d * residual_stride
-    uppers += d * uppers_stride
-    norms += d * norms_stride
+    uppers += d * columns_stride
+    norms += d * columns_stride
     message += d * message_stride
     for i in tl.static_range(len(SIZES)):
         if is_of_kind(runs, i):
@@ -309,13 +310,14 @@ def _quantize_rows(
     # Accesses that are not aligned take more registers.
     aligned = all(min(unit, of_words) >= 8 for unit, of_words, *_ in sizes)
     warps = max(1, elements // (_OF_WARP if aligned else _OF_WARP // 2))
+    narrow = grad.itemsize == 2 and (residual is None or residual.itemsize == 2)
     quantize_matrix_kernel[(programs, len(grad))](
         grad, residual, uppers, norms, message, numbers, layout.distance, average, 1 - average,
         grad.stride(0), 0 if residual is None else residual.stride(0), message.stride(0),
-        uppers.stride(0), norms.stride(0),
+        uppers.stride(0),
         WIDTH=layout.bits, FITTED=layout.fitted, SIZES=sizes,
         LOG_PLACES=layout.places.bit_length() - 1, AVERAGE=average != 0, THREADS=32 * warps,
-        num_warps=warps, maxnreg=_REGISTERS if grad.itemsize == 2 else None,
+        num_warps=warps, maxnreg=_REGISTERS if aligned and narrow else None,
         enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -49,15 +49,14 @@ _WORDS = 128
 _OF_WARP, _FEWEST_WARPS = 512, 4
 _PLAIN = [
     "column_sums", "tops", "message", "uppers", "norms", "programs", "message_stride",
-    "sums_stride", "norms_stride", "stamp", "table", "pieces", "tiles", "messages", "puts", "words",
-    "rest", "parts",
+    "columns_stride", "stamp", "table", "pieces", "tiles", "messages", "puts", "words", "rest",
+    "parts",
 ]  # fmt: skip
 
 
 @jit(do_not_specialize=_PLAIN)
 def matrix_scales_kernel(
-    column_sums, tops, message, uppers, norms, runs, programs, message_stride, sums_stride,
-    norms_stride,
+    column_sums, tops, message, uppers, norms, runs, programs, message_stride, columns_stride,
     FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
     rows=None, elements=None, stamps=None, stamp=None, table=None, pieces=None, tiles=None,
@@ -82,9 +81,9 @@ def matrix_scales_kernel(
     word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     message += d * message_stride + first_word(run, m, columns, row_words)
     column = first_column(run, m, columns, 1)
-    column_sums += d * sums_stride + column
-    tops += d * sums_stride + column
-    uppers += d * sums_stride + column
+    column_sums += d * columns_stride + column
+    tops += d * columns_stride + column
+    uppers += d * columns_stride + column
     top = largest_of(tops, tl.cdiv(columns, COLUMNS))
     before_rows, before_codes = head_words(run.rows, columns)
     if tile == 0:
@@ -106,7 +105,7 @@ def matrix_scales_kernel(
                 v = v * v
             terms += v
         norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
-        tl.store(norms + d * norms_stride + column + tl.arange(0, 1), norm)
+        tl.store(norms + d * columns_stride + column + tl.arange(0, 1), norm)
 
     lane = tl.arange(0, 8)[None, :]
     j = word[:, None] * 8 + lane
@@ -152,7 +151,7 @@ def write_scales(
     programs, numbers = programs_and_runs(runs, lambda m: cdiv(max(m.head), _WORDS))
     matrix_scales_kernel[(programs + more, len(message))](
         column_sums, tops, message, uppers, norms, numbers, programs, message.stride(0),
-        column_sums.stride(0), norms.stride(0),
+        column_sums.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, **pieces,
         num_warps=warps_of(runs), enable_fp_fusion=False,

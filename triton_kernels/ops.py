@@ -62,12 +62,7 @@ __all__ = [
 
 
 def prepare(
-    operator: str,
-    layout: Any = None,
-    x: torch.dtype | None = None,
-    residual: torch.dtype | None = None,
-    *,
-    dithered: bool = False,
+    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
 ) -> None:
     """Nothing: rehearsals in :func:`.jit.compiling_only` compile the kernels."""
 

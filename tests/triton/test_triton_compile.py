@@ -33,8 +33,6 @@ from tagc.selfcheck.calls import (
 )
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
-# Bytes of a few variants, with registers to spare: other ones with each version of Triton.
-SPILLED = {"matrix_columns_kernel": 76}
 # How many accesses of 16 bytes a thread has at least, loads and stores, where rows are aligned.
 WIDE = {
     "quantize_kernel": (16, 8),
@@ -80,7 +78,7 @@ def check_memory(found: list[Compiled]) -> None:
     assert found
     for k in found:
         where = f"{k.name}({k.variant}) on sm_{k.arch}"
-        assert k.spilled <= SPILLED.get(k.name, 16), f"{where} spills {k.spilled} bytes"
+        assert k.spilled <= 16, f"{where} spills {k.spilled} bytes"
         assert not re.search(r"\b(ld|st|atom|red)\S*\.local", k.ptx), f"{where} uses local memory"
 
 
