@@ -50,13 +50,7 @@ class Ops(
     """All operators of an implementation."""
 
     def prepare(
-        self,
-        operator: str,
-        layout: Any = None,
-        x: torch.dtype | None = None,
-        residual: torch.dtype | None = None,
-        *,
-        dithered: bool = False,
+        self, operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
     ) -> None:
         """Compile the kernels of an operator, so that no step has to.
 
@@ -64,7 +58,7 @@ class Ops(
             operator: its name; of those that come in pairs, either also stands for the other, and
                 ``encode`` for all of sketches.
             layout: its layout.
-            x, residual: dtypes of what it codes, and of the residual, if it takes one.
+            dtypes: of what it codes, and of the residual, or None.
             dithered: whether it rounds stochastically.
         """
         ...

@@ -130,7 +130,7 @@ class Dequantize(_Decodes):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         rows = places[1]
         assert rows is not None
-        ops.prepare("dequantize", self.layout, rows.dtype)
+        ops.prepare("dequantize", self.layout, rows.dtype, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class DequantizeMatrix(_Decodes):
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         _, rows = places
         assert rows is not None
-        ops.prepare("dequantize_matrix", self.layout, rows.dtype)
+        ops.prepare("dequantize_matrix", self.layout, rows.dtype, None)
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ class DequantizeAndSum(Operator):
         return partial(ops.dequantize_and_sum, layout=layout, **options, **both)
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        if argument < 4:
+        if argument < 4:  # messages and rows, of the codes and of the pieces
             return self.dequantize.adapted(argument % 2, tensor)
-        return tensor if argument < 6 else tensor[0]
+        return tensor if argument < 6 else tensor[0]  # of a lag, there is one row
 
     def prepare(self, ops: Ops, *places: Place | None) -> None:
         self.dequantize.prepare(ops, *places[:2])
@@ -387,8 +387,16 @@ class Subtract(Operator):
     """``(new, old, difference)``, in the difference's dtype."""
 
     def run(self, new: Tensor, old: Tensor, difference: Tensor) -> None:
-        # One kernel; a subtraction would compute in the dtype of `new` and `old`.
-        torch.addcmul(new, old, _minus_one(difference.dtype, difference.device), out=difference)
+        if difference.device.type == "cpu":
+            difference.copy_(new).sub_(old)
+        else:
+            subtract_at_once(new, old, difference)
+
+
+def subtract_at_once(new: Tensor, old: Tensor, difference: Tensor) -> None:
+    """:class:`Subtract` in one kernel. A subtraction would compute in the dtype of ``new`` and
+    ``old``. On a CPU this takes copies in the other dtype, and ten times as long for bfloat16."""
+    torch.addcmul(new, old, _minus_one(difference.dtype, difference.device), out=difference)
 
 
 @cache

@@ -270,14 +270,13 @@ def merged_calls(
     yield _merged("quantize_and_put", quantize, put, sums=None, before=None)
     of_one_row = replace(put, rows=(1,))
     yield _merged("quantize_and_put", quantize, of_one_row, sums=torch.int64, before=torch.int64)
-    none = {"sent": None, "ahead": None}
-    yield _merged("dequantize_and_sum", dequantize, read, **none, lead=1.0)
-    yield _merged("dequantize_and_sum", dequantize, total, **none, lead=1.0)
+    for pieces in (read, total):
+        yield _merged("dequantize_and_sum", dequantize, pieces, 1.0, sent=None, ahead=None)
     if not isinstance(layout, BlockLayout):
         given = dict(dequantize.dtypes) | {"out": _F32}
         decoded = replace(dequantize, dtypes=tuple(given.items()))
-        lag = {"sent": _F32, "ahead": dtypes[0], "lead": 0.65}
-        yield _merged("dequantize_and_sum", decoded, total, **lag)
+        lag = {"sent": _F32, "ahead": dtypes[0]}
+        yield _merged("dequantize_and_sum", decoded, total, 0.65, **lag)
 
 
 # What a merged operator calls the arguments of its second part.
@@ -290,12 +289,19 @@ def renamed(given: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {_RENAMED.get(name, name): x for name, x in given}
 
 
-def _merged(operator: str, codes: Call, pieces: Call, **more: Any) -> Call:
-    """One call of two, which may have ``more`` tensors and a lead. It has the pieces' rows and
+def _merged(
+    operator: str,
+    codes: Call,
+    pieces: Call,
+    lead: float | None = None,
+    **more: torch.dtype | None,
+) -> Call:
+    """One call of two, which may have a lead and ``more`` tensors. It has the pieces' rows and
     divisor."""
-    lead = {name: more.pop(name) for name in ("lead",) if name in more}
     dtypes = (*codes.dtypes, *renamed(pieces.dtypes).items(), *more.items())
-    options = dict(codes.options) | renamed(pieces.options) | lead
+    options = dict(codes.options) | renamed(pieces.options)
+    if lead is not None:
+        options["lead"] = lead
     return Call(operator, pieces.rows, dtypes, tuple(options.items()))
 
 

@@ -51,21 +51,16 @@ def release() -> None:
 
 
 def prepare(
-    operator: str,
-    layout: Any = None,
-    x: torch.dtype | None = None,
-    residual: torch.dtype | None = None,
-    *,
-    dithered: bool = False,
+    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
 ) -> None:
     """See :meth:`tagc.ops.implementations.Ops.prepare`. Takes seconds for what is new."""
     match operator:
         case "quantize" | "dequantize":
-            compile_blocks(layout.bits, x, residual, dithered)
+            compile_blocks(layout.bits, *dtypes, dithered)
         case "quantize_matrix" | "dequantize_matrix":
-            compile_matrix(layout.runs[0].bits, x, residual)
+            compile_matrix(layout.runs[0].bits, *dtypes)
         case "encode":
-            compile_sketch(layout.symbol.name, x, residual)
+            compile_sketch(layout.symbol.name, *dtypes)
         case "measure_exact" | "encode_exact" | "decode_exact":
             compile_exact()
         case "pack_exponents" | "unpack_exponents":

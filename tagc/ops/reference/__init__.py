@@ -51,11 +51,6 @@ def release() -> None:
 
 
 def prepare(
-    operator: str,
-    layout: Any = None,
-    x: torch.dtype | None = None,
-    residual: torch.dtype | None = None,
-    *,
-    dithered: bool = False,
+    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
 ) -> None:
     """Nothing to compile."""
