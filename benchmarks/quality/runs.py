@@ -183,6 +183,8 @@ def _make_alike(
         found: list[Record] = [machine() | {"method": run.method.name} | train(run)]
         dist.broadcast_object_list(found)  # so that all ranks choose by the same loss
         (record,) = found
+        if name != "untuned":  # no other table has norms
+            record.pop("norms", None)
         results.add(run.key, record, write=rank == 0)
         if rank == 0:
             about = f"{run.method.name}: {run.steps} steps, rate {run.rate:g}, seed {run.seed}"
