@@ -373,13 +373,21 @@ _NAN = torch.tensor(torch.nan, dtype=torch.float32, device="cpu")
 @dataclass(frozen=True)
 class Copy(Operator):
     """``(source, target)``, which may differ in dtype, or be one tensor. With a third tensor,
-    ``flag [1] bool``, the target becomes NaN instead if the flag is set."""
+    ``flag [1] bool``, the target's first column, or all of it, becomes NaN if the flag is set."""
 
     def run(self, source: Tensor, target: Tensor, flag: Tensor | None = None) -> None:
-        if flag is not None:
-            torch.where(flag, _NAN, source.to(target.dtype), out=target)
-        elif source.data_ptr() != target.data_ptr():
+        if flag is not None and flag.device.type != "cpu":
+            copy_or_spoil(source, target, flag)
+            return
+        if source.data_ptr() != target.data_ptr():
             target.copy_(source)
+        if flag is not None:
+            target[:, :1].masked_fill_(flag, torch.nan)
+
+
+def copy_or_spoil(source: Tensor, target: Tensor, flag: Tensor) -> None:
+    """:class:`Copy` in one kernel. On a CPU this takes 2.5 times as long as a copy."""
+    torch.where(flag, _NAN, source.to(target.dtype), out=target)
 
 
 @dataclass(frozen=True)

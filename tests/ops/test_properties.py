@@ -20,7 +20,7 @@ from tagc.codecs.sketch.plan import quantization_step
 from tagc.ops import get_ops
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.launches import Subtract, subtract_at_once
+from tagc.ops.launches import Copy, Subtract, copy_or_spoil, subtract_at_once
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD
 
@@ -36,7 +36,7 @@ pairs_of = st.lists(st.tuples(number, number), min_size=1, max_size=80)
 
 @pytest.mark.parametrize("old", [F32, BF16, torch.float16])
 @pytest.mark.parametrize("new", [F32, BF16, torch.float16])
-def test_a_difference_at_once_is_the_same(new: torch.dtype, old: torch.dtype) -> None:
+def test_one_kernel_does_the_same(new: torch.dtype, old: torch.dtype) -> None:
     some = torch.tensor([0.0, -0.0, 1.0, -3.1e-5, 65504.0, torch.inf, -torch.inf, torch.nan])
     x, y = (some.to(dtype) for dtype in (new, old))
     x, y = torch.cartesian_prod(x.float(), y.float()).T.contiguous()
@@ -44,6 +44,13 @@ def test_a_difference_at_once_is_the_same(new: torch.dtype, old: torch.dtype) ->
     subtract_at_once(x.to(new), y.to(old), at_once)
     Subtract().run(x.to(new), y.to(old), wanted)
     assert oracle.same_values(at_once, wanted)
+    for flag in (torch.tensor([False]), torch.tensor([True])):
+        target = torch.zeros(len(x), 1, dtype=old)
+        copy_or_spoil(x.to(new)[:, None], target, flag)
+        wanted = torch.zeros_like(target)
+        Copy().run(x.to(new)[:, None], wanted, flag)
+        assert oracle.same_values(target, wanted)
+        assert target.isnan().all() or not flag
 
 
 def run(case: Case) -> dict[str, Tensor]:
