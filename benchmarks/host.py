@@ -1,10 +1,12 @@
-"""``host``: what tagc takes of the host's time in a step, on a CPU, with kernels that do nothing.
+"""``host``: what tagc takes of the host's time in a step, on a CPU, with kernels and collectives
+that do nothing.
 
 Where a GPU waits for its host, a step takes the host's time. Here one rank of several takes the
-steps of a small model of many units, as on NCCL. tagc's kernels are not started, so what is left is
-Python, torch's dispatcher and torch's own small kernels. Machines differ, and so does one machine
-from run to run, so the figure to compare is the share: time in tagc's collectives over the rest of
-the same step, which is FSDP2's and the model's.
+steps of a small model of many units, as on NCCL. tagc's kernels are not started, and nothing is
+sent. Of torch's kernels, those that move a whole unit run on one element, because the host of a GPU
+does not wait for them. What is left is Python and torch's dispatcher. Machines differ, and so does
+one machine from run to run, so the figure to compare is the share: time in tagc's collectives over
+the rest of the same step, which is FSDP2's and the model's.
 
 Kernels that do nothing write no lists, so policies that select have nothing to read here.
 """
@@ -19,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,9 @@ import torch
 from tagc.attach.fsdp2_collectives import CustomAllGather, CustomReduceScatter
 from tagc.collect import transport
 from tagc.handle import collectives, wrapper
+from tagc.ops.launches import Copy, Subtract, copy_or_spoil, subtract_at_once
 
-from .one_device import alone
+from .one_device import Idle, alone
 from .rank import RANKS, sharded, wrap
 from .records import Record, add_output, machine, markdown, measured
 
@@ -45,7 +47,6 @@ def measure(policy: str, steps: int) -> Record:
     from triton.runtime.jit import JITFunction
 
     ops = importlib.import_module("tagc.triton_kernels.ops")
-    recorded = importlib.import_module("tagc.triton_kernels.recorded")
     spent = 0.0  # seconds in tagc's collectives
     started = 0  # kernels
 
@@ -65,16 +66,24 @@ def measure(policy: str, steps: int) -> Record:
         started += 1
         return idle  # a compiled kernel, which starts nothing on any grid
 
-    idle = defaultdict(lambda: start_nothing)
-    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    one, other = (torch.zeros(1, 1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    flag = torch.zeros(1, dtype=torch.bool)
 
-    with alone(RANKS), ExitStack() as stack:
+    def copy(*tensors: Any) -> None:
+        copy_or_spoil(one, other, flag)
+
+    def subtract(*tensors: Any) -> None:
+        subtract_at_once(one, one, other)
+
+    idle = defaultdict(lambda: start_nothing)
+    with alone(RANKS, Idle), ExitStack() as stack:
         # Functions: a mock's own `return_value` would take as long as what is measured.
         for place, name, instead in (
             (transport, "_is_gloo", lambda *_: False),
             (JITFunction, "run", start_nothing),
-            (recorded, "active_driver", lambda: driver),
             (collectives, "get_ops", lambda *_: ops),
+            (Copy, "run", copy),
+            (Subtract, "run", subtract),
             (wrapper, "with_kernels", lambda units, plan, ops: plan),  # such kernels give no result
             (CustomAllGather, "__call__", timing(CustomAllGather.__call__)),
             (CustomReduceScatter, "__call__", timing(CustomReduceScatter.__call__)),

@@ -56,8 +56,8 @@ class _Done:
         return True
 
 
-class _Copies:
-    """Of rank 0, whose own data arrives where that of the others would."""
+class Copies:
+    """Collectives of rank 0, whose own data arrives where that of the others would."""
 
     @staticmethod
     def all_gather(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
@@ -86,8 +86,18 @@ class _Copies:
         return _Done()
 
 
+class Idle:
+    """Collectives that do nothing."""
+
+    @staticmethod
+    def all_gather(*args: Any, **how: Any) -> _Done:
+        return _Done()
+
+    reduce_scatter = all_to_all = all_to_all_rows = all_reduce = all_gather
+
+
 @contextmanager
-def alone(ranks: int) -> Iterator[None]:
+def alone(ranks: int, collectives: type = Copies) -> Iterator[None]:
     """Be rank 0 of ``ranks``, of which the others are copies of this one."""
 
     def of_all(groups: Any, mine: Mapping[int, Any]) -> dict[int, Any]:
@@ -97,7 +107,7 @@ def alone(ranks: int) -> Iterator[None]:
     try:
         # What tagc.wrap refuses and asks the other ranks for good reasons.
         asked = {"check_backends": lambda _: None, "gather_by_rank": of_all}
-        with _replaced(_Copies), mock.patch.multiple(wrapper, **asked):
+        with _replaced(collectives), mock.patch.multiple(wrapper, **asked):
             yield
     finally:
         dist.destroy_process_group()

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
-from triton.runtime import driver
 
 _COMPILING_ONLY: ContextVar[bool] = ContextVar("compiling_only", default=False)
 _RECORD: ContextVar[list[Call] | None] = ContextVar("record", default=None)
@@ -72,11 +71,6 @@ def recording() -> Iterator[list[Call]]:
         yield listed
     finally:
         _RECORD.reset(token)
-
-
-def active_driver() -> Any:
-    """Triton's driver for the device."""
-    return driver.active
 
 
 @contextmanager

@@ -1,18 +1,18 @@
-"""Operators that record their launches, and start them again without Triton's look-ups.
+"""Operators that record their launches, which can then be started without Triton's look-ups.
 
 ``kernel[grid](...)`` binds arguments, derives what the kernel is specialized on, and looks it up:
 most of the host's time of a launch. A program calls an operator again and again with the same
-layouts, mostly at the same addresses. So the first call records compiled kernels, grids and
-arguments, with tensors as addresses, and later calls start them. The caller says which tensors have
-moved, and by how much. Kernels are specialized on addresses that are multiples of 16: if that has
-changed, the next call records again.
+layouts, mostly at the same addresses. So a call records compiled kernels, grids and arguments, with
+tensors as addresses. The program starts them later, after it has moved addresses with its tensors.
+Kernels are specialized on addresses that are multiples of 16: if that has changed, the program
+calls the operator again.
 
 A recorded operator does nothing but launches and :func:`.jit.torch_call`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -20,81 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .jit import active_driver, recording
-
-_ALIGNED = 16
-_CPU = -1  # in tests
+from .jit import recording
 
 
 class Recorded:
-    """An operator at one place in a program. In every call its tensors have the same shapes,
-    strides and dtypes.
-
-    Attributes:
-        ready: whether the next call starts what is recorded, whatever its arguments.
-    """
+    """See :class:`tagc.ops.implementations.RecordedLaunches`."""
 
     def __init__(self, operator: Callable[..., object]) -> None:
         self._operator = operator
         self.ready = False
-        self._device = _CPU
-        self._starts: list[tuple[Callable[..., object], list[Any]]] = []
-        # Arguments that are addresses in the operator's tensors, by number of the tensor: the list
-        # and the place in it.
-        self._inside: dict[int, list[tuple[list[Any], int]]] = {}
-        # Tensors that overlap, which may only move together, and those that must not move, because
-        # torch's functions have views of them.
-        self._together: list[tuple[int, int]] = []
-        self._fixed: set[int] = set()
+        self.places: dict[int, list[tuple[list[Any], int]]] = {}
+        self.tied: list[tuple[int, int | None]] = []
+        self._starts: list[tuple[Callable[..., object], list[Any], bool]] = []
         # Tensors of its own, whose addresses are arguments.
         self._held: list[Tensor] = []
 
-    def move(self, by: Mapping[int, int]) -> None:
-        """Note that tensors have moved since the last call.
-
-        Args:
-            by: the distance in bytes, by number of the argument.
-        """
-        for number, distance in by.items():
-            if distance % _ALIGNED or (distance and number in self._fixed):
-                self.ready = False
-        for i, j in self._together:
-            if by.get(i, 0) != by.get(j, 0):
-                self.ready = False
-        if self.ready:
-            for number, distance in by.items():
-                for arguments, place in self._inside.get(number, ()):
-                    arguments[place] += distance
+    def starts(self, stream: int) -> Iterator[tuple[Callable[..., object], list[Any]]]:
+        """See :class:`tagc.ops.implementations.RecordedLaunches`."""
+        for start, arguments, launch in self._starts:
+            yield partial(start, stream=stream) if launch else start, arguments
 
     def __call__(self, *args: Any) -> None:
-        """Run the operator, or start what is recorded."""
-        if not self.ready:
-            self._record(args)
-        elif self._device in (active_driver().get_current_device(), _CPU):
-            self.start(self.current_stream())
-        else:
-            with torch.cuda.device(self._device):
-                self.start(self.current_stream())
-
-    def start(self, stream: int) -> None:
-        """Start what is recorded, on a stream of the current device."""
-        for start, arguments in self._starts:
-            start(*arguments, stream=stream)
-
-    @staticmethod
-    def current_stream() -> int:
-        """The current stream of the current device."""
-        driver = active_driver()
-        return driver.get_current_stream(driver.get_current_device())
-
-    def _record(self, args: tuple[Any, ...]) -> None:
+        """Run the operator, and record its launches."""
         with recording() as calls:
             self._operator(*args)
         tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
         spans = {i: range(x.data_ptr(), _end(x)) for i, x in tensors.items()}
-        self._device = next(iter(tensors.values())).get_device()
-        self._starts, self._inside, self._fixed, self._held = [], {}, set(), []
-        self._together = [
+        self._starts, self.places, self._held = [], {}, []
+        self.tied = [
             (i, j)
             for (i, a), (j, b) in combinations(spans.items(), 2)
             if a.start < b.stop and b.start < a.stop
@@ -110,21 +63,16 @@ class Recorded:
                 if number is None:
                     self._held.append(x)
                 elif call.launch:
-                    self._inside.setdefault(number, []).append((arguments, place))
-                else:
-                    self._fixed.add(number)
-            start = call.start if call.launch else partial(_without_stream, call.start)
-            self._starts.append((start, arguments))
+                    self.places.setdefault(number, []).append((arguments, place))
+                else:  # a view, which cannot move
+                    self.tied.append((number, None))
+            self._starts.append((call.start, arguments, call.launch))
         self.ready = bool(calls) and not _is_capturing()
 
 
 def _is_capturing() -> bool:
     """Whether a CUDA graph is being captured, whose buffers are its own: see :mod:`.scratch`."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _without_stream(function: Callable[..., object], *args: Any, stream: int) -> None:
-    function(*args)
 
 
 def _end(x: Tensor) -> int:

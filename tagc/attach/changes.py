@@ -139,5 +139,5 @@ class KnownParameters:
     def _structure(self) -> tuple[list[int], list[int]]:
         """Cheap enough for every step: which modules, and how many parameters each has. (FSDP
         exchanges the parameters themselves.)"""
-        children = chain.from_iterable(children.values() for children in self._children)
+        children = chain.from_iterable(map(dict.values, self._children))
         return [*map(id, children)], [*map(len, self._parameters)]

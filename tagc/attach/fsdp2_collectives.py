@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from tagc.attach.unit import Unit
 from tagc.collect import Lockstep, Phase, Transport, UnitGatherer, UnitReducer
@@ -183,37 +184,39 @@ class CustomAllGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return self._start(output_tensor, input_tensor, group, self._phase(), async_op=async_op)
+        phase = self._phase()
+        if not async_op:  # FSDP calls this on the stream that is to run it
+            self._gather(output_tensor, input_tensor, group, phase)
+            return None
+        return self._start(output_tensor, input_tensor, group, phase)
 
     @torch.no_grad()
     def send_ahead(self, out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
         """Gather where FSDP does not; the current stream waits for it."""
-        work = self._start(out, shard, group, Phase.AHEAD, async_op=True)
+        work = self._start(out, shard, group, Phase.AHEAD)
         if work is not None:
             work.wait()
 
     def _start(
-        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase, *, async_op: bool
+        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup, phase: Phase
     ) -> dist.Work | None:
-        gather = partial(self._gather, out, inp, group, phase)
         context = self._param_group.comm_ctx
         stream = getattr(context, "all_gather_stream", None)
-        # FSDP has no streams before its root's first forward.
-        if not async_op or stream is None:
-            # FSDP calls this on the stream that is to run it.
-            return gather()
+        if stream is None:  # before the first forward of FSDP's root
+            self._gather(out, inp, group, phase)
+            return None
         streams = context.device_handle
         stream.wait_stream(streams.current_stream())
         with streams.stream(stream):
-            gather()
+            self._gather(out, inp, group, phase)
             return _Gathered(stream.record_event(), streams)
 
     def _phase(self) -> Phase:
         # The state is the same on every rank, even for prefetched units.
-        state = self._param_group._training_state.name
-        if state == "PRE_BACKWARD":
+        state = self._param_group._training_state
+        if state is TrainingState.PRE_BACKWARD:
             return Phase.BACKWARD
-        recorded = state == "FORWARD" and self._grad_mode.enabled
+        recorded = state is TrainingState.FORWARD and self._grad_mode.enabled
         return Phase.FORWARD if recorded else Phase.OTHER
 
 

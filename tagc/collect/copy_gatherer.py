@@ -54,6 +54,7 @@ class CopyGatherer(UnitGatherer):
         programs = self._programs
         sizes = () if programs.sizes is None else (programs.sizes,)
         self._declare(programs.whole, *sizes, programs.changes, programs.read, programs.read_early)
+        self._lossy = any(s.codec.of_changes and not s.codec.exact for s in self.plan.segments)
         self._own_row = self.copy[self._own]
         self._fingerprint = self.store[programs.fingerprint]
         self._reductions, self._versions, self._shard = reductions, versions, shard
@@ -192,8 +193,7 @@ class CopyGatherer(UnitGatherer):
     def _warn_of_others(self) -> None:
         """Warn if the parameters were written to after the optimizer's step. (If you clip or
         normalize weights in every step, that is fine: the difference includes it.)"""
-        lossy = any(s.codec.of_changes and not s.codec.exact for s in self.plan.segments)
-        if lossy and self._due and self._versions_then not in (None, self._versions()):
+        if self._lossy and self._due and self._versions_then not in (None, self._versions()):
             _warn_of_others()
 
     def state(self) -> dict[str, Tensor]:

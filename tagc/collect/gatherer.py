@@ -104,7 +104,8 @@ class UnitGatherer(ABC):
             RuntimeError: if the plan was made for another buffer; or if parameters changed although
                 this gather sends no message that could carry the change.
         """
-        before, self._capturing = self._counts, self.store.capturing
+        self._capturing = self.store.capturing
+        before = self._counts if self._capturing else ()
         self._gather_any(out, inp, group, phase)
         if self._capturing:
             pairs = zip(self._captured_bytes, self._counts, before, strict=True)
@@ -232,8 +233,7 @@ class UnitGatherer(ABC):
         self.inside_bytes += program.sent_inside
 
     def _replay(self, program: Program) -> Replay:
-        device = self.store.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = self.store.stream
         replay = self._replays.get((stream, program))
         if replay is None:
             if len(self._replays) >= _BOUND:

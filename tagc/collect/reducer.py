@@ -43,6 +43,13 @@ class _Captured(NamedTuple):
     held: object
 
 
+class _Usual(NamedTuple):
+    """What was decided for a reduction, and holds for all that are called alike."""
+
+    call: tuple[object, ...]
+    variant: Variant
+
+
 class UnitReducer(ReducerState):
     """Reduces the gradient buffer of one unit by the programs of its plan.
 
@@ -80,8 +87,7 @@ class UnitReducer(ReducerState):
             self._levels["inside"] = connect(hosts.inside)
         self._group: dist.ProcessGroup | None = None
         self._replays: dict[tuple[int, Variant], Replay] = {}
-        # Arguments that fit the plan: the same in nearly every step.
-        self._fitting: tuple[object, ...] | None = None
+        self._usual: _Usual | None
         # Whether a CUDA graph may capture the next reduction, and those that it captured: several
         # if backwards reach the unit's parameters one after another.
         self._may_capture = False
@@ -133,11 +139,16 @@ class UnitReducer(ReducerState):
         steps = counters.all_steps
         if self.before is not None:
             self.before(steps)
+        late, usual = {"inp": inp, "out": out}, self._usual
+        call = (reached, group, op, inp.dtype, inp.numel(), out.numel(), self.store.stream)
+        if usual is not None and usual.call == call and not self.store.capturing:
+            self._may_capture = False
+            self._announce(usual.variant, None, steps)
+            yield from self._run(usual.variant, late)
+            return
         part = None if reached is None else Part(plan, frozenset(reached))
-        found = (part, group, op, inp.dtype, inp.numel(), out.numel())
-        if plan.compressed and found != self._fitting:
+        if plan.compressed:
             check_reduction(plan, part, out, inp, group, op)
-            self._fitting = found
         on_hosts = plan.info.ranks_per_host > 1 and self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
         capturing = self.check_capture(waits=stays)
@@ -155,7 +166,6 @@ class UnitReducer(ReducerState):
             self.stamped = not self._transport.by_messages(self.store.device)
         mean = op == dist.ReduceOp.AVG
         variant = self.variant(messages=messages, mean=mean, part=part, always=capturing)
-        late = {"inp": inp, "out": out}
         self._announce(variant, part, steps, on_hosts=on_hosts, stays=stays)
         if on_hosts and (stays or self.waiting):
             inside = variant._replace(levels="inside")
@@ -169,14 +179,27 @@ class UnitReducer(ReducerState):
                 return
             self.waiting.hand_over(total, part)
             variant = variant._replace(levels="across")
-        if messages and not capturing:
+        yield from self._run(variant, late, capturing=capturing)
+        lasts = messages and variant.begun and part is None and self.gauge is None
+        if lasts and not on_hosts and not capturing:
+            self._usual = _Usual(call, variant)
+
+    def _run(
+        self,
+        variant: Variant,
+        late: Mapping[str, Tensor],
+        *,
+        capturing: bool = False,
+    ) -> Iterator[None]:
+        """Run what follows the sums inside hosts, or all."""
+        if variant.messages and not capturing:
             self.prepare_messages(1, noise=variant.noise)
-        counters.steps += 1
-        counters.compressed_steps += messages
+        self.counters.steps += 1
+        self.counters.compressed_steps += variant.messages
         replay = self._replay(variant)
         yield from replay.running(late)
         self._note_run(variant, replay, capturing=capturing)
-        if variant.stamped and plan.messages.sent is None:
+        if variant.stamped and self.plan.messages.sent is None:
             self._mix_up.note()
 
     def _note_run(self, variant: Variant, replay: Replay, *, capturing: bool) -> None:
@@ -186,8 +209,7 @@ class UnitReducer(ReducerState):
             self._captured.append(_Captured(variant, replay.sent, replay))
 
     def _replay(self, variant: Variant) -> Replay:
-        device = self.store.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = self.store.stream
         replay = self._replays.get((stream, variant))
         if replay is None:
             if len(self._replays) >= _BOUND:
@@ -206,19 +228,27 @@ class UnitReducer(ReducerState):
         return self._levels["flat" if self.plan.info.ranks_per_host == 1 else "across"]
 
     def _announce(
-        self, variant: Variant, part: Part | None, steps: int, *, on_hosts: bool, stays: bool
+        self,
+        variant: Variant,
+        part: Part | None,
+        steps: int,
+        *,
+        on_hosts: bool = False,
+        stays: bool = False,
     ) -> None:
-        """Tell the other ranks which collective this rank is at, if they compare that."""
+        """Tell the other ranks which collective this rank is at."""
+        mark = 0 if part is None else part.mark
+        if self.stamped:
+            self._mix_up.check()
+            if variant.messages:
+                self.mark_stamps(self._lockstep.stamp(mark))
+            return
         levels = self._levels
         # Other hosts take no part in a micro-batch that stays inside.
         sends_to: list[Level] = ["inside"] if stays else ["inside", "across"]
         transports = [levels[level] for level in sends_to] if on_hosts else [levels["flat"]]
         words = self.plan.words if variant.messages and not stays else 0
-        mark = 0 if part is None else part.mark
-        self._mix_up.check()
         self._lockstep.announce(transports, words, steps, mark)
-        if variant.stamped:
-            self.mark_stamps(self._lockstep.stamp(mark))
 
     def _reduce_natively(
         self,

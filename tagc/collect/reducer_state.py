@@ -181,6 +181,7 @@ class ReducerState:
 
     def measure_noise(self) -> None:
         """Measure the RMS of gradients relative to dense from now on, if anything is compressed."""
+        self._usual = None
         if self.plan.compressed:
             self.store.declare(self.programs.noise, self.programs.noise_step)
             self.gauge = NoiseGauge(self.store[self.programs.noise])
@@ -369,7 +370,8 @@ class ReducerState:
         self._follow()
 
     def _follow(self) -> None:
-        """Compute what follows from the state."""
+        """Compute what follows from the state, and forget what did."""
+        self._usual = None
         for stage, encoding in self.programs.encodings.items():
             if not encoding.dithered:
                 continue

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from tagc.codecs.workspace import Workspace
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.ops import Ops, compiles_ahead
-from tagc.ops.implementations import RecordedLaunches
+from tagc.ops.implementations import ALIGNED, RecordedLaunches
 from tagc.ops.program import Collective, Launch, Level, Operator, Place, Program, Send, Step
 
 _NOTHING = nullcontext()
@@ -31,6 +32,7 @@ class Store:
 
     def __init__(self, device: torch.device, workspace: Workspace) -> None:
         self.device, self.workspace = device, workspace
+        self._on_gpu = device.type == "cuda"
         self._tensors: dict[str, Tensor] = {}
         self.flights: dict[str, CollectiveWork] = {}
 
@@ -78,7 +80,12 @@ class Store:
     @property
     def capturing(self) -> bool:
         """Whether a CUDA graph captures the current stream."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def stream(self) -> int:
+        """The device's current stream."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self._on_gpu else 0
 
     def wait(self, flight: str) -> None:
         """Wait for a collective, if it is in flight."""
@@ -88,18 +95,21 @@ class Store:
 
 
 class _Call(NamedTuple):
-    """A bound step; None for the comparison with other ranks.
+    """A call of a replay.
 
     Attributes:
+        step: None for the comparison with other ranks.
         turn: whether other units may take turns before it.
-        recorded: the function, if it may start recorded launches.
+        launches: the function, if it records launches.
+        names: of the late tensors among the arguments of such a function, by number.
     """
 
     step: Step | None
     function: Callable[..., object]
     arguments: list[Any]
     turn: bool = False
-    recorded: RecordedLaunches | None = None
+    launches: RecordedLaunches | None = None
+    names: Mapping[int, str] = MappingProxyType({})
 
 
 class _Late(NamedTuple):
@@ -109,7 +119,7 @@ class _Late(NamedTuple):
         arguments, place: the arguments of a call, and which of them it is.
         name, index: the tensor's name, and the view of it.
         adapted: see :meth:`tagc.ops.program.Operator.adapted`; None if it changes nothing.
-        recorded: the call, if it can start recorded launches and then needs no view.
+        recorded: whether the call records launches, and needs no view when it starts them.
     """
 
     arguments: list[Any]
@@ -117,7 +127,73 @@ class _Late(NamedTuple):
     name: str
     index: tuple[Any, ...]
     adapted: Callable[[Tensor], Tensor] | None
-    recorded: RecordedLaunches | None
+    recorded: bool
+
+
+class _Calls:
+    """The calls of a program.
+
+    Attributes:
+        ranges: names for a profiler, each with its calls.
+        late: the arguments that every run sets.
+        unnamed: the same calls in one range.
+    """
+
+    def __init__(self, ranges: list[tuple[str, list[_Call]]], late: list[_Late]) -> None:
+        self.ranges, self.late = ranges, late
+        self.unnamed = [("", [call for _, calls in ranges for call in calls])]
+
+
+class _Records:
+    """What recorded operators of a program start on one stream.
+
+    Attributes:
+        calls: those of the program, with recorded launches in place of operators.
+        stream: their stream.
+    """
+
+    def __init__(self, bound: _Calls, stream: int, late: Mapping[str, Tensor]) -> None:
+        """``late``: the late tensors of the run that recorded."""
+        self.stream = stream
+        self._first = {name: tensor.data_ptr() for name, tensor in late.items()}
+        self._places: dict[str, list[tuple[list[Any], int]]] = {}
+        # Late tensors that may move as far as each other only; None does not move.
+        self._tied: set[tuple[str | None, str | None]] = set()
+        still = [held for held in bound.late if not held.recorded]
+        self.calls = _Calls([(name, list(self._of(calls))) for name, calls in bound.ranges], still)
+        self._now = {name: self._first[name] for name in self._places}
+
+    def _of(self, calls: Sequence[_Call]) -> Iterator[_Call]:
+        for call in calls:
+            launches, names = call.launches, call.names
+            if launches is None:
+                yield call
+                continue
+            for number, places in launches.places.items():
+                if number in names:
+                    self._places.setdefault(names[number], []).extend(places)
+            for i, j in launches.tied:
+                pair = names.get(i), None if j is None else names.get(j)
+                if pair[0] != pair[1]:
+                    self._tied.add(pair)
+            for start, arguments in launches.starts(self.stream):
+                yield _Call(call.step, start, arguments)
+
+    def follow(self, late: Mapping[str, Tensor]) -> bool:
+        """Start where late tensors are now; False if that needs other kernels."""
+        for name, at in self._now.items():
+            now = late[name].data_ptr()
+            if now != at:
+                if (now - at) % ALIGNED:
+                    return False
+                self._now[name] = now
+                for arguments, place in self._places[name]:
+                    arguments[place] += now - at
+        pairs = self._tied
+        return all(self._moved(one, late) == self._moved(other, late) for one, other in pairs)
+
+    def _moved(self, name: str | None, late: Mapping[str, Tensor]) -> int:
+        return 0 if name is None else late[name].data_ptr() - self._first[name]
 
 
 class Replay:
@@ -151,16 +227,15 @@ class Replay:
         self._own = own
         self._late: list[_Late] = []
         self._scratch: list[tuple[Place, _Late]] = []
-        # Operators that start recorded launches, with the names of their late tensors by number of
-        # the argument; and these tensors' addresses in the last run.
-        self._recorded: list[tuple[RecordedLaunches, dict[int, str]]] = []
-        self._addresses: dict[str, int] = {}
+        self._records: _Records | None = None
         store.declare(*program.places)
         self._shapes = {p.name: p.shape for p in program.places if p.kind == "late"}
         sends = program.sends
         self.sent = {(s.level, s.flight): s.bytes_of(transports[s.level].rank) for s in sends}
-        self._ranges: list[tuple[str, list[_Call]]] = []
-        steps, confirmed = iter(program.steps), not compares
+        on_others = any(t.by_messages(store.device) for t in self._transports)
+        self._compares = compares and on_others
+        ranges: list[tuple[str, list[_Call]]] = []
+        steps, confirmed = iter(program.steps), not self._compares
         for name, length in program.ranges:
             calls: list[_Call] = []
             for _ in range(length):
@@ -171,9 +246,10 @@ class Replay:
                 # Training cannot write to views that an evaluation made in inference mode.
                 with torch.inference_mode(False):
                     calls.append(self._bound(step, ops))
-            self._ranges.append((name, calls))
-        self._unrecorded = [late for late in self._late if late.recorded is None]
-        self._unnamed = [("", [call for _, calls in self._ranges for call in calls])]
+            ranges.append((name, calls))
+        self._calls = _Calls(ranges, self._late)
+        every = (call.launches for _, calls in ranges for call in calls)
+        self._recording = [launches for launches in every if launches is not None]
         self._take_scratch()
 
     def run(self, late: Mapping[str, Tensor]) -> None:
@@ -185,7 +261,8 @@ class Replay:
         Raises:
             RuntimeError: if a collective fails, or if ranks are at different collectives.
         """
-        self._lockstep.announce(self._transports, self.program.words)
+        if self._compares:
+            self._lockstep.announce(self._transports, self.program.words)
         for _ in self.running(late):
             pass
 
@@ -199,42 +276,23 @@ class Replay:
         if self._made_for != self._store.workspace.generation:
             self._take_scratch()
         capturing = self._store.capturing
-        if capturing:
-            self._forget_records()  # a graph has buffers of its own
-        if self._recorded:
-            self._move_records(late)
-        for recorded, _ in self._recorded:
-            if not recorded.ready:
-                viewed = self._late
-                break
-        else:
-            viewed = self._unrecorded
+        records = bool(self._recording) and self._records_anew(late, capturing=capturing)
+        calls = self._calls if self._records is None else self._records.calls
         whole: dict[str, Tensor] = {}
-        for arguments, i, name, index, adapted, _ in viewed:
+        for arguments, i, name, index, adapted, _ in calls.late:
             if name not in whole:
                 whole[name] = late[name].view(self._shapes[name])
             view = whole[name][index] if index else whole[name]
             arguments[i] = view if adapted is None else adapted(view)
-        call: _Call | None = None
-        device, stream = self._store.device, None
-        elsewhere = device.type == "cuda" and device.index not in (
-            None,
-            torch.cuda.current_device(),
-        )
         label = self._lockstep.label if profiling() else None
+        call: _Call | None = None
         try:
-            for name, calls in self._unnamed if label is None else self._ranges:
+            for name, made in calls.unnamed if label is None else calls.ranges:
                 with _NOTHING if label is None else profiled(name, label):
-                    for call in calls:
+                    for call in made:
                         if call.turn:
                             yield
-                            stream = None
-                        if elsewhere or call.recorded is None or not call.recorded.ready:
-                            call.function(*call.arguments)
-                            continue
-                        if stream is None:
-                            stream = call.recorded.current_stream()
-                        call.recorded.start(stream)
+                        call.function(*call.arguments)
             if capturing:
                 for flight in list(self._store.flights):  # none can leave a graph
                     self._store.wait(flight)
@@ -243,26 +301,42 @@ class Replay:
             self._explain(call and call.step, error)
             raise
         finally:
-            for held in viewed:  # buffers of FSDP's, which it frees
+            for held in calls.late:  # buffers of FSDP's, which it frees
                 held.arguments[held.place] = None
+        if records and all(launches.ready for launches in self._recording):
+            self._records = _Records(calls, self._store.stream, late)
+
+    def _records_anew(self, late: Mapping[str, Tensor], *, capturing: bool) -> bool:
+        """Whether this run records launches; if not, it starts those that were recorded, or none
+        may be kept."""
+        device, records = self._store.device, self._records
+        elsewhere = device.index is not None and device.index != torch.cuda.current_device()
+        if capturing or elsewhere:
+            self._records = None  # a graph has buffers of its own
+            return False
+        if records is None:
+            return True
+        if records.stream != self._store.stream or not records.follow(late):
+            self._records = None
+        return self._records is None
 
     def _bound(self, step: Step, ops: Ops) -> _Call:
         """A step as a call, without tensors that come late."""
         arguments: list[Any] = []
         if isinstance(step, Launch):
-            function, recorded = step.operator.bound(ops, self._own), None
+            function, launches = step.operator.bound(ops, self._own), None
             device = self._store.device
             if step.operator.launches and compiles_ahead(ops) and device.type != "meta":
-                recorded = ops.recorded(function)
+                launches = ops.recorded(function)
             for i, place in enumerate(step.places):
                 adapted = None if place is None else _adapting(step.operator, i, place)
-                arguments.append(self._argument(arguments, i, place, adapted, recorded))
-            if recorded is None:
+                recorded = launches is not None
+                arguments.append(self._argument(arguments, i, place, adapted, recorded=recorded))
+            if launches is None:
                 return _Call(step, function, arguments)
             late = enumerate(step.places)
             names = {i: p.name for i, p in late if p is not None and p.kind == "late"}
-            self._recorded.append((recorded, names))
-            return _Call(step, recorded, arguments, recorded=recorded)
+            return _Call(step, launches, arguments, launches=launches, names=names)
         if isinstance(step, Send):
             starts, transport = _START[step.kind], self._by_level[step.level]
             flights, flight = self._store.flights, step.flight
@@ -284,7 +358,8 @@ class Replay:
         i: int,
         place: Place | None,
         adapted: Callable[[Tensor], Tensor] | None = None,
-        recorded: RecordedLaunches | None = None,
+        *,
+        recorded: bool = False,
     ) -> Tensor | None:
         if place is None:
             return None
@@ -309,24 +384,8 @@ class Replay:
             for place, (arguments, i, _, index, adapted, _) in self._scratch:
                 view = take(place)[index]
                 arguments[i] = view if adapted is None else adapted(view)
-        self._forget_records()
+        self._records = None
         self._made_for = self._store.workspace.generation
-
-    def _move_records(self, late: Mapping[str, Tensor]) -> None:
-        """Tell recorded launches how far late tensors have moved."""
-        addresses = {name: tensor.data_ptr() for name, tensor in late.items()}
-        if addresses == self._addresses:
-            return
-        if self._addresses:
-            moved = {name: at - self._addresses[name] for name, at in addresses.items()}
-            for recorded, names in self._recorded:
-                if names:
-                    recorded.move({i: moved[name] for i, name in names.items()})
-        self._addresses = addresses
-
-    def _forget_records(self) -> None:
-        for recorded, _ in self._recorded:
-            recorded.ready = False
 
     def _explain(self, step: Step | None, error: RuntimeError) -> None:
         """Add what failed to an error of a launch; raise one that says it for a collective."""

@@ -73,6 +73,7 @@ class Transport:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self._tag = _TAG
+        self._gloo: dict[str, bool] = {}
 
     def marked(self, *mark: object) -> Transport:
         """The same collectives, whose messages on gloo meet only those of the same mark."""
@@ -83,11 +84,17 @@ class Transport:
     def by_messages(self, device: torch.device) -> bool:
         """Whether ranks send each other messages instead of collectives."""
         # gloo has no messages for tensors on a GPU; its collectives copy those to the host.
-        return device.type == "cpu" and _is_gloo(self.group, device)
+        return device.type == "cpu" and self._on_gloo(device)
+
+    def _on_gloo(self, device: torch.device) -> bool:
+        found = self._gloo.get(device.type)
+        if found is None:
+            found = self._gloo[device.type] = _is_gloo(self.group, device)
+        return found
 
     def adds_itself(self, device: torch.device) -> bool:
         """Whether :meth:`sum_each` adds locally, and so writes to ``scratch``."""
-        return _is_gloo(self.group, device)
+        return self._on_gloo(device)
 
     def all_to_all(
         self,
@@ -114,7 +121,7 @@ class Transport:
         return CollectiveWork(works, self._to_others(inp))
 
     def _partial(self, out: Tensor, inp: Tensor, columns: Sequence[slice]) -> CollectiveWork:
-        if _is_gloo(self.group, inp.device) and not self.by_messages(inp.device):
+        if self._on_gloo(inp.device) and not self.by_messages(inp.device):
             return self.all_to_all(out, inp)  # gloo has no uneven all-to-all for a GPU
         own = columns[self.rank]
         out[:, : own.start].zero_()

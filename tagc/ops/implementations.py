@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeGuard, cast
@@ -68,27 +68,32 @@ class Ops(
         ...
 
 
+ALIGNED = 16
+"""Kernels are compiled for addresses that are multiples of this, and for others."""
+
+
 class RecordedLaunches(Protocol):
-    """Launches of an operator whose tensors have the same shapes, strides and dtypes in every call.
+    """An operator at one place in a program. Its tensors have the same shapes, strides and dtypes
+    in every call.
 
     Attributes:
-        ready: whether the next call starts what is recorded, whatever its arguments.
+        ready: whether the last call recorded launches.
+        places: the arguments of launches that are addresses in the operator's tensors, by number of
+            the tensor: the list of arguments, and the place in it.
+        tied: pairs of tensors that may only move as far as each other; None does not move.
     """
 
     ready: bool
+    places: Mapping[int, Sequence[tuple[list[Any], int]]]
+    tied: Sequence[tuple[int, int | None]]
 
-    def __call__(self, *tensors: Tensor | None) -> None: ...
-
-    def start(self, stream: int) -> None:
-        """Start what is recorded on a stream of the tensors' device, which is the current one."""
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Run the operator, and record its launches."""
         ...
 
-    def current_stream(self) -> int:
-        """The current stream of the current device."""
-        ...
-
-    def move(self, by: Mapping[int, int]) -> None:
-        """Note that tensors have moved since the last call, by number of the argument, in bytes."""
+    def starts(self, stream: int) -> Iterator[tuple[Callable[..., object], list[Any]]]:
+        """Functions that start what is recorded on a stream of the tensors' device, which must be
+        the current one, and their arguments."""
         ...
 
 
@@ -102,8 +107,8 @@ class DeviceOps(Ops, Protocol):
         ...
 
     def recorded(self, operator: Callable[..., object]) -> RecordedLaunches | None:
-        """An operator for one place in a program: its first call records launches, later ones start
-        them. None if there is nothing to record."""
+        """An operator for one place in a program, which records its launches. None if there is
+        nothing to record."""
         ...
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,36 +19,34 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.launches import Dequantize, Quantize
 from tagc.ops.program import Launch, Place, Program
 
+Tied = Sequence[tuple[int, int | None]]
 CPU, LAYOUT = torch.device("cpu"), BlockLayout(numel=64, bits=4, block=32)
 
 
 class ByAddress:
     """What an operator of Triton's records: addresses, shapes and strides."""
 
-    def __init__(self, operator: Callable[..., object]) -> None:
-        self.operator, self.ready, self.records = operator, False, 0
+    def __init__(self, operator: Callable[..., object], tied: Tied = ()) -> None:
+        self.operator, self.ready, self.tied = operator, False, tied
+        self.records = self.started = 0
         self.seen: list[Any] = []
 
-    def move(self, by: Mapping[int, int]) -> None:
-        for i, distance in by.items():
-            self.seen[i][0] += distance
-
     def __call__(self, *tensors: Tensor | None) -> None:
-        if not self.ready:
-            self.records += 1
-            # No tensor: nothing may keep FSDP's buffers.
-            self.seen = [
-                x if x is None else [x.data_ptr(), x.shape, x.stride(), x.dtype] for x in tensors
-            ]
-        self.operator(*(x and self.at(*x) for x in self.seen))
+        self.records += 1
+        # No tensor: nothing may keep FSDP's buffers.
+        self.seen = [
+            x if x is None else [x.data_ptr(), x.shape, x.stride(), x.dtype] for x in tensors
+        ]
+        self.places = {i: [(x, 0)] for i, x in enumerate(self.seen) if x is not None}
+        self.operator(*tensors)
         self.ready = True
 
-    def start(self, stream: int) -> None:
-        assert stream == 7
-        self()
+    def starts(self, stream: int) -> Iterator[tuple[Callable[..., object], list[Any]]]:
+        yield self.start, self.seen
 
-    def current_stream(self) -> int:
-        return 7
+    def start(self, *seen: Any) -> None:
+        self.started += 1
+        self.operator(*(x and self.at(*x) for x in seen))
 
     @staticmethod
     def at(address: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -56,8 +55,11 @@ class ByAddress:
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
-def replayed(ops: Ops, grads: list[Tensor], *, grows: int = -1) -> list[Tensor]:
-    """Results; before the gradient number ``grows``, another unit takes more scratch."""
+def replayed(
+    ops: Ops, grads: list[Tensor], *, grows: int = -1, ends: Mapping[int, int] = {}
+) -> list[Tensor]:
+    """Results; before the gradient number ``grows``, another unit takes more scratch. ``ends``: by
+    how many bytes less than a multiple of 16 the addresses of a gradient and its result end."""
     rows, words = 2, LAYOUT.words
     inp = Place("inp", (rows, 80), torch.float32, "late")
     out = Place("out", (rows, 80), torch.float32, "late")
@@ -76,30 +78,57 @@ def replayed(ops: Ops, grads: list[Tensor], *, grows: int = -1) -> list[Tensor]:
     for i, grad in enumerate(grads):
         if i == grows:
             store.workspace.take("message", (rows, 2 * words), torch.int32).fill_(-1)
-        late = {"inp": grad.clone(), "out": torch.zeros(rows, 80)}
+        late = {"inp": at_end(grad, ends.get(i, 0)), "out": at_end(0 * grad, ends.get(i, 0))}
         found.append(late)  # so that no two have the same address
         for _ in replay.running(late):
             pass
     return [late["out"] for late in found]
 
 
-def test_late_tensors_that_move() -> None:
+def at_end(x: Tensor, end: int) -> Tensor:
+    """A copy whose address is ``end`` bytes above a multiple of 16."""
+    memory = torch.zeros(x.numel() + 8)
+    first = (end - memory.data_ptr()) % 16 // 4
+    return memory[first : first + x.numel()].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "records"),
+    [
+        ({}, 1),
+        ({"grows": 2}, 2),
+        ({"ends": {2: 4}}, 3),  # there and back
+        ({"ends": {2: 4, 3: 4}}, 2),
+    ],
+)
+def test_late_tensors_that_move(how: Any, records: int) -> None:
+    made = recording(**how)
+    assert [x.records for x in made] == [records, records]
+    assert [x.started for x in made] == [4 - records, 4 - records]
+
+
+@pytest.mark.parametrize(("tied", "records"), [([(0, 0), (1, 1)], 1), ([(0, None)], 4)])
+def test_tensors_that_may_not_move(tied: Tied, records: int) -> None:
+    made = recording(tied)
+    assert [x.records for x in made] == [records, records]
+
+
+def recording(tied: Tied = (), **how: Any) -> list[ByAddress]:
+    """The operators of a replay, which has the results of one that does not record."""
     made: list[ByAddress] = []
 
     def recorded(operator: Callable[..., object]) -> ByAddress:
-        made.append(ByAddress(operator))
+        made.append(ByAddress(operator, tied))
         return made[-1]
 
-    recording = SimpleNamespace(
+    ops = SimpleNamespace(
         quantize=reference.quantize,
         dequantize=reference.dequantize,
         compiling_only=None,
         recorded=recorded,
     )
     grads = [torch.randn(2, 80) for _ in range(4)]
-    expected = replayed(cast(Ops, reference), grads)
-    for grows, records in ((-1, 1), (2, 2)):
-        made.clear()
-        found = replayed(cast(Ops, recording), grads, grows=grows)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert [x.records for x in made] == [records, records]
+    expected = replayed(cast(Ops, reference), grads, **how)
+    found = replayed(cast(Ops, ops), grads, **how)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    return made

@@ -31,50 +31,32 @@ class Compiled:
         return lambda *arguments, stream: self.started.append((grid, *arguments, stream))
 
 
-class Driver:
-    """The driver of a device with one stream."""
-
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 7)
-
-
 def kernel(x, out, scale, SIZE):
     """Not compiled."""
 
 
-def started_by(
-    *calls: tuple[Tensor, Tensor | None], torch_of_x: bool = False
-) -> tuple[list[tuple[list[Any], float]], int]:
-    """What each call of an operator starts, and what torch's function leaves; and how often the
-    operator ran itself, to be recorded."""
-    started: list[Any] = []
-    runs = 0
+def recorded_of(
+    x: Tensor, out: Tensor | None, started: list[Any], *, torch_of_x: bool = False
+) -> Any:
+    """An operator that has recorded two launches and a function of torch's."""
 
     def operator(x: Tensor, out: Tensor | None) -> None:
-        nonlocal runs
-        runs += 1
         jit.torch_call(Tensor.zero_, x if torch_of_x else BUFFER)
         for at in (0, 4):
             run(x[at:], out, 0.5, grid=(3,), warmup=False, SIZE=4, num_warps=1)
 
-    run, found = jit.Kernel(kernel).run, []
-    ran = mock.patch.object(jit._Function, "run", return_value=Compiled(started))
-    with ran, mock.patch.object(recorded, "active_driver", return_value=Driver):
-        bound, last = recorded.Recorded(operator), calls[0]
-        for call in calls:
-            BUFFER.fill_(1.0)
-            pairs = enumerate(zip(call, last, strict=True))
-            moved = {
-                i: x.data_ptr() - y.data_ptr()
-                for i, (x, y) in pairs
-                if x is not None and y is not None
-            }
-            bound.move(moved)
-            bound(*((None, None) if bound.ready else call))
-            found.append((started[:], float((call[0] if torch_of_x else BUFFER).sum())))
-            started.clear()
-            last = call
-    return found, runs
+    run = jit.Kernel(kernel).run
+    with mock.patch.object(jit._Function, "run", return_value=Compiled(started)):
+        made = recorded.Recorded(operator)
+        assert not made.ready
+        made(x, out)
+    assert made.ready
+    return made
+
+
+def start(made: Any) -> None:
+    for function, arguments in made.starts(7):
+        function(*arguments)
 
 
 def expected(x: Tensor, out: Tensor | None) -> list[Any]:
@@ -82,40 +64,30 @@ def expected(x: Tensor, out: Tensor | None) -> list[Any]:
     return [((3, 1, 1), x[at:].data_ptr(), to, 0.5, 4, 7) for at in (0, 4)]
 
 
-def aligned(n: int) -> Tensor:
-    whole = torch.ones(n + 8)
-    return whole[(-whole.data_ptr() % 16) // 4 :][:n]
+def test_starts_what_was_recorded_where_tensors_are_now() -> None:
+    x, y, out = torch.ones(16), torch.ones(16), torch.ones(16)
+    started: list[Any] = []
+    made = recorded_of(x, out, started)
+    assert not started  # the stub starts nothing while it records
+    for to in (x, y):
+        BUFFER.fill_(1.0)
+        start(made)
+        assert started == expected(to, out)
+        assert not BUFFER.any()
+        started.clear()
+        for arguments, place in made.places[0]:
+            arguments[place] += y.data_ptr() - x.data_ptr()
+    assert made.tied == []
 
 
-def test_moved_tensors_need_no_record() -> None:
-    x, y, out = aligned(16), aligned(16), aligned(16)
-    calls = [(x, out), (x, out), (y, out), (y, x), (x, out)]
-    found, runs = started_by(*calls)
-    assert runs == 1
-    # The stub starts nothing while it records.
-    assert found == [([], 0.0), *((expected(*call), 0.0) for call in calls[1:])]
-
-
-def test_another_alignment_is_recorded() -> None:
-    x, out = aligned(32), aligned(16)
-    found, runs = started_by((x[:16], out), (x[1:17], out), (x[1:17], out), (x[5:21], out))
-    assert runs == 2
-    assert [bool(starts) for starts, _ in found] == [False, False, True, True]
-    assert found[2][0] == expected(x[1:17], out)
-    assert found[3][0] == expected(x[5:21], out)
-
-
-def test_tensors_that_overlap_move_together_or_are_recorded() -> None:
-    x, y = aligned(32), aligned(32)
-    assert started_by((x[:16], x[8:24]), (y[:16], y[8:24]))[1] == 1
-    assert started_by((x[:16], x[8:24]), (y[:16], x[8:24]))[1] == 2
+def test_tensors_that_overlap_are_tied() -> None:
+    x = torch.ones(32)
+    assert recorded_of(x[:16], x[8:24], []).tied == [(0, 1)]
 
 
 def test_what_torch_has_a_view_of_does_not_move() -> None:
-    x, y = aligned(16), aligned(16)
-    found, runs = started_by((x, None), (x, None), (y, None), (y, None), torch_of_x=True)
-    assert runs == 2
-    assert all(total == 0.0 for _, total in found)
+    made = recorded_of(torch.ones(16), None, [], torch_of_x=True)
+    assert made.tied == [(0, None)]
 
 
 class Computing(TorchDispatchMode):
