@@ -113,7 +113,7 @@ def quantize(
     average: float,
     dither: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    """See :func:`tagc.ops.reference.quantize`."""
     if layout.blocks:
         quantize_blocks(grad, residual, message, dither, layout, average)
 

@@ -41,9 +41,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-from torch import Tensor
 
 BLOCK = 64
 """Elements of a block."""
@@ -92,27 +89,3 @@ class ExponentLayout:
 def _whole(size: int) -> int:
     """Words of so many bytes, a multiple of 16 bytes."""
     return -(-size // 16) * 4
-
-
-class ExponentOps(Protocol):
-    """Tensors are preallocated; outputs may hold garbage before. Rows need unit stride only in
-    their last dimension; messages may be slices of wider buffers."""
-
-    def pack_exponents(self, rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> None:
-        """Write the messages of rows.
-
-        Args:
-            rows: ``[n, numel]`` bfloat16.
-            message: ``[n, raw_words]`` int32. A row that travels as it is fills its message; of the
-                others the first ``words`` are written.
-        """
-        ...
-
-    def unpack_exponents(self, message: Tensor, rows: Tensor, *, layout: ExponentLayout) -> None:
-        """Read the rows of messages. A damaged message makes any numbers of its own row.
-
-        Args:
-            message: ``[n, words]`` or ``[n, raw_words]`` int32.
-            rows: ``[n, numel]`` bfloat16, written.
-        """
-        ...

@@ -25,7 +25,7 @@ from tagc.ops.program import Launch, Operator, Place, Step
 @dataclass(frozen=True)
 class Quantize(Operator):
     """``(x, residual or None, message)``, with ``dithered`` also ``seeds``. See
-    :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    :func:`tagc.ops.reference.quantize`."""
 
     launches: ClassVar[bool] = True
 
@@ -47,7 +47,7 @@ class Quantize(Operator):
 
 @dataclass(frozen=True)
 class QuantizeMatrix(Operator):
-    """``(x, residual or None, message)``. See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    """``(x, residual or None, message)``. See :func:`tagc.ops.reference.quantize_matrix`."""
 
     launches: ClassVar[bool] = True
 
@@ -67,7 +67,7 @@ class QuantizeMatrix(Operator):
 class QuantizeAndPut(Operator):
     """``(x, residual or None, message)`` as of ``quantize``, seeds or None, and the tensors of
     :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows. See
-    :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    :func:`tagc.ops.reference.quantize_and_put`."""
 
     launches: ClassVar[bool] = True
 
@@ -119,7 +119,7 @@ class _Decodes(_Reads):
 
 @dataclass(frozen=True, kw_only=True)
 class Dequantize(_Decodes):
-    """See :class:`_Decodes` and :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+    """See :class:`_Decodes` and :func:`tagc.ops.reference.dequantize`."""
 
     layout: BlockLayout
 
@@ -135,7 +135,7 @@ class Dequantize(_Decodes):
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizeMatrix(_Decodes):
-    """See :class:`_Decodes` and :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    """See :class:`_Decodes` and :func:`tagc.ops.reference.dequantize_matrix`."""
 
     layout: AnyMatrices
 
@@ -153,7 +153,7 @@ class DequantizeMatrix(_Decodes):
 class DequantizeAndSum(Operator):
     """``(messages, rows)`` as of ``dequantize``, and the tensors of :class:`Sum`; also ``sent`` and
     ``out`` of :class:`UndoLag`, if it follows. See
-    :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+    :func:`tagc.ops.reference.dequantize_and_sum`."""
 
     launches: ClassVar[bool] = True
 
@@ -188,21 +188,21 @@ class _Exact(Operator):
 
 
 class MeasureExact(_Exact):
-    """``(new, old, plan)``. See :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    """``(new, old, plan)``. See :func:`tagc.ops.reference.measure_exact`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.measure_exact, layout=self.layout)
 
 
 class EncodeExact(_Exact):
-    """``(new, old, plan, message)``. See :meth:`tagc.ops.exact.ExactOps.encode_exact`."""
+    """``(new, old, plan, message)``. See :func:`tagc.ops.reference.encode_exact`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.encode_exact, layout=self.layout)
 
 
 class DecodeExact(_Exact):
-    """``(messages, rows)``. See :meth:`tagc.ops.exact.ExactOps.decode_exact`."""
+    """``(messages, rows)``. See :func:`tagc.ops.reference.decode_exact`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.decode_exact, layout=self.layout)
@@ -221,14 +221,14 @@ class _Exponents(Operator):
 
 
 class PackExponents(_Exponents):
-    """``(rows, message)``. See :meth:`tagc.ops.exponents.ExponentOps.pack_exponents`."""
+    """``(rows, message)``. See :func:`tagc.ops.reference.pack_exponents`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.pack_exponents, layout=self.layout)
 
 
 class UnpackExponents(_Exponents):
-    """``(messages, rows)``. See :meth:`tagc.ops.exponents.ExponentOps.unpack_exponents`."""
+    """``(messages, rows)``. See :func:`tagc.ops.reference.unpack_exponents`."""
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
         return partial(ops.unpack_exponents, layout=self.layout)
@@ -254,7 +254,7 @@ class ScalesAbove(Operator):
 @dataclass(frozen=True)
 class Put(Operator):
     """``(x [D, columns], message [D, words], stamp or None)``: uncompressed pieces. See
-    :meth:`tagc.ops.dense.DenseOps.put_dense`."""
+    :func:`tagc.ops.reference.put_dense`."""
 
     launches: ClassVar[bool] = True
 
@@ -267,7 +267,7 @@ class Put(Operator):
 @dataclass(frozen=True, kw_only=True)
 class Sum(_Reads):
     """``(messages, rows, stamp or None, flag or None)``: uncompressed pieces. See :class:`_Reads`
-    and :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
+    and :func:`tagc.ops.reference.sum_dense`."""
 
     layout: DenseLayout
 
@@ -432,7 +432,7 @@ class SeedsOf(Operator):
 @dataclass(frozen=True)
 class Fingerprint(Operator):
     """``(x [1, n], sums [3] int64, before [2] int64)``, and ``changed`` to compare. See
-    :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
+    :func:`tagc.ops.reference.fingerprint`."""
 
     launches: ClassVar[bool] = True
 
@@ -495,7 +495,7 @@ class Divide(Operator):
 
 @dataclass(frozen=True)
 class UndoLag(Operator):
-    """``(decoded [1, n], sent [1, n], out [1, n])``. See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+    """``(decoded [1, n], sent [1, n], out [1, n])``. See :func:`tagc.ops.reference.undo_lag`."""
 
     lead: float
     launches: ClassVar[bool] = True

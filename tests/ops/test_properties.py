@@ -99,7 +99,7 @@ def test_what_matrices_send_plus_what_stays_is_what_was_there(pairs, rows, level
         assert bool((after <= before * (1 + 2.0**-20) + 2.0**-200).all())
 
 
-# The smallest threshold for which every |x| up to 2048 is below 2**24 steps, see SketchOps.encode.
+# The smallest threshold for which every |x| up to 2048 is below 2**24 steps, see `encode`.
 CONSERVED = [("int8x4", F32, 2.0**-6), ("int16x2", F32, 2.0**-4), ("int32x1", F32, 2.0**5)]
 small = st.floats(-1024, 1024, width=32)
 

@@ -56,7 +56,7 @@ COUNTING = "counts"
 @dataclass(frozen=True)
 class EncodeSketch(Operator):
     """``(x, residual or None, threshold, step, seed, index, cells, counts, support or None)``. See
-    :meth:`tagc.ops.sketch.SketchOps.encode`."""
+    :func:`tagc.ops.reference.encode`."""
 
     launches: ClassVar[bool] = True
 
@@ -82,7 +82,7 @@ class EncodeSketch(Operator):
 @dataclass(frozen=True)
 class DecodeSketch(Operator):
     """``(index, cells [1, c], step, seed, out [1, n], residual [1, n] or None, stats)``. See
-    :meth:`tagc.ops.sketch.SketchOps.decode`.
+    :func:`tagc.ops.reference.decode`.
 
     Attributes:
         for_all: whether all ranks decode the same. Then only the first adds what it could not
@@ -146,7 +146,7 @@ class Sketches:
 
     Attributes:
         spans: the segments.
-        controller: the thresholds' state, see :meth:`tagc.ops.thresholds.ThresholdOps.steer`.
+        controller: the thresholds' state, see :func:`tagc.ops.reference.steer`.
         supports: the shared supports, by number of the segment.
     """
 

@@ -101,7 +101,7 @@ def _lower_bits(n, fill):
 
 @register_jitable
 def _table(counts, table):
-    """Choose a span's widths; see :meth:`tagc.ops.exact.ExactOps.measure_exact`. Returns the number
+    """Choose a span's widths; see :func:`tagc.ops.reference.measure_exact`. Returns the number
     of classes that have any.
 
     Args:
@@ -137,7 +137,7 @@ def _table(counts, table):
 
 @compiled
 def _measure(new, old, spans, block, mantissa, most, plan):
-    """See :meth:`tagc.ops.exact.ExactOps.measure_exact`.
+    """See :func:`tagc.ops.reference.measure_exact`.
 
     Args:
         new, old: ``[numel]`` uint16.
@@ -240,7 +240,7 @@ def _put(buffer, at, value):
 
 @compiled
 def _encode(new, old, spans, block, mantissa, most, plan, message):
-    """See :meth:`tagc.ops.exact.ExactOps.encode_exact`.
+    """See :func:`tagc.ops.reference.encode_exact`.
 
     Args:
         message: ``[capacity]`` uint32, written.
@@ -391,7 +391,7 @@ def _put_escaped(z, classes, table, hits, count, buffer, at):
 
 @compiled
 def _decode(message, row, spans, block, mantissa, most, blocks):
-    """See :meth:`tagc.ops.exact.ExactOps.decode_exact`.
+    """See :func:`tagc.ops.reference.decode_exact`.
 
     Args:
         message: ``[capacity]`` uint32.

@@ -15,6 +15,23 @@ _MASK = 0xFFFFFFFF
 
 
 def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout) -> None:
+    """Choose the widths of a row's message, and count its words.
+
+    The widths of a class are those with the least number of bits, and of these the ones with
+    the least ``b1 | b2 << 4``. With ``e(b)``, the number of its elements with ``z`` at least
+    ``2**max(b, 1) - 1``, of all ``N``, they take ``e(b1) * b2 + 16 * e(max(b1, b2))`` bits, and
+    in addition ``N * b1``, or for ``b1 = 0`` about ``e(1) * (l + 1) + (N >> l)``, where ``l``
+    is the largest number with ``e(1) * 2**l <= N``. The widths of a class without changes are
+    0 and 0.
+
+    Args:
+        new: ``[1, numel]`` in the layout's dtype.
+        old: ``[1, numel]``, what the receivers know.
+        plan: ``[plan_words]`` int32, written: the message's total, the number of words that
+            :func:`encode_exact` writes; a table ``b1 | b2 << 4`` of the classes of each span;
+            the words of the message before each block. If the total is that of a raw message,
+            or 1, the rest is as if the row was coded.
+    """
     z, k = _changes(new[0], old[0]), _patterns(old[0])
     where = _Where.of(layout, new.device)
     table = _widths(z, where.classes(k, layout), layout)
@@ -29,6 +46,13 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
 def encode_exact(
     new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
 ) -> None:
+    """Write a message.
+
+    Args:
+        new, old, plan: as in :func:`measure_exact`, unchanged since.
+        message: ``[1, capacity]`` int32 with at least as many words as the plan's total, of
+            which so many are written.
+    """
     total, coded = int(plan[0, 0]), message.new_zeros(layout.words)
     coded[0] = total
     if total == layout.words:
@@ -54,6 +78,12 @@ def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) 
 
 
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
+    """Turn old rows into new ones. A damaged message makes any numbers of its own row.
+
+    Args:
+        message: ``[n, capacity]`` int32.
+        rows: ``[n, numel]`` in the layout's dtype, updated in place.
+    """
     for words, row in zip(message, rows, strict=True):
         total = int(words[0])
         if total == layout.words:
@@ -134,7 +164,7 @@ def _length(x: Tensor) -> Tensor:
 
 
 def _widths(z: Tensor, classes: Tensor, layout: ExactLayout) -> Tensor:
-    """The table of all classes ``[tables]``; see :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    """The table of all classes ``[tables]``; see :func:`tagc.ops.reference.measure_exact`."""
     bins = 18  # z + 1 has 1 to 17 bits
     counts = torch.bincount(classes * bins + _length(z + 1), minlength=layout.tables * bins)
     counts = counts.view(layout.tables, bins)
