@@ -108,10 +108,10 @@ def quantize(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
+    dither: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
-    dither: Tensor | None = None,
 ) -> None:
     """See :func:`tagc.ops.reference.quantize`."""
     if layout.blocks:

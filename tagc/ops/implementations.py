@@ -49,7 +49,6 @@ class Ops(Protocol):
     sum_dense = staticmethod(reference.sum_dense)
     quantize_and_put = staticmethod(reference.quantize_and_put)
     dequantize_and_sum = staticmethod(reference.dequantize_and_sum)
-    prepare = staticmethod(reference.prepare)
     release = staticmethod(reference.release)
 
 

@@ -46,7 +46,7 @@ def quantize_and_put(
             one row.
     """
     if isinstance(layout, BlockLayout):
-        ops.quantize(grad, residual, message, layout=layout, average=average, dither=dither)
+        ops.quantize(grad, residual, message, dither, layout=layout, average=average)
     else:
         ops.quantize_matrix(grad, residual, message, layout=layout, average=average)
     put_dense(x, whole, stamp, layout=dense)

@@ -116,9 +116,6 @@ class Steer(Operator):
 
         return steer
 
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare("steer")
-
 
 @dataclass(frozen=True)
 class Goals:

@@ -11,8 +11,8 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import N, U, compiled, once_a_host, words_of
-from tagc.ops.exact import CLASSES, MANTISSA, MIN_BLOCK, ExactLayout
+from tagc.ops.cpu.arrays import N, U, compiled, words_of
+from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
 
 S, H = np.int16, np.uint16
 _BINS = CLASSES * 32
@@ -46,17 +46,6 @@ def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
 def _bits(x: Tensor) -> np.ndarray:
     """``[numel]`` uint16."""
     return x.view(torch.uint16).numpy()
-
-
-@once_a_host
-def compile_exact() -> None:
-    layout = ExactLayout(spans=(4 * MIN_BLOCK,), dtype=torch.bfloat16, block=MIN_BLOCK)
-    old = torch.ones(1, layout.numel, dtype=layout.dtype, device="cpu")
-    plan = torch.empty(1, layout.plan_words, dtype=torch.int32, device="cpu")
-    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
-    measure_exact(old, old, plan, layout=layout)
-    encode_exact(old, old, plan, message, layout=layout)
-    decode_exact(message, old, layout=layout)
 
 
 @register_jitable(inline="always")

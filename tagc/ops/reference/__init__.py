@@ -26,19 +26,5 @@ quantize_and_put = partial(merged.quantize_and_put, sys.modules[__name__])
 dequantize_and_sum = partial(merged.dequantize_and_sum, sys.modules[__name__])
 
 
-def prepare(
-    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
-) -> None:
-    """Compile the kernels of an operator, so that no step has to; the reference has none.
-
-    Args:
-        operator: its name; of those that come in pairs, either also stands for the other, and
-            ``encode`` for all of sketches.
-        layout: its layout.
-        dtypes: of what it codes, and of the residual, or None.
-        dithered: whether it rounds stochastically.
-    """
-
-
 def release() -> None:
     """Free the buffers that are kept between calls; the next call makes new ones."""

@@ -17,10 +17,10 @@ def quantize(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
+    dither: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
-    dither: Tensor | None = None,
 ) -> None:
     """Accumulate and quantize rows; the residual keeps the quantization error.
 
@@ -47,9 +47,9 @@ def quantize(
         grad: ``[R, numel]`` float32, bfloat16 or float16.
         residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
         message: ``[R, words]`` int32, written; padding in codes and scales is 0.
-        average: share of the old residual that stays, in [0, 1); LoCo's beta.
         dither: ``[R]`` int32, a seed for each row, only without a residual; None rounds to
             nearest.
+        average: share of the old residual that stays, in [0, 1); LoCo's beta.
     """
     x = grad.float() if residual is None else grad.float() + residual.float()
     scale, q, left = quantize_rows(x, layout, dither)

@@ -44,11 +44,11 @@ def encode(
     index: Tensor,
     cells: Tensor,
     counts: Tensor,
+    support: Tensor | None = None,
     *,
     layout: SketchLayout,
     levels: int,
     capacity: int,
-    support: Tensor | None = None,
 ) -> None:
     """Accumulate, select, quantize and sketch one segment for every destination.
 
