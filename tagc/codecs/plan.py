@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from tagc.codecs.config import CodecConfig
-from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
+from tagc.codecs.feedback import FeedbackRule
 from tagc.ops.program import Launch, Place
 
 
@@ -151,7 +151,7 @@ class CodecPlan:
     def of_sums(self) -> Self:
         """The plan of the sums that the owner of a slice sends: without warm-up, and with error
         feedback if this plan has any feedback."""
-        owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
+        owed = None if self.feedback is None else FeedbackRule(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
 
     def resized(self, columns: int) -> Self:

@@ -28,6 +28,7 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None
     late, share = torch.tensor([1 - lead, lead], dtype=torch.float32, device=decoded.device)
     lost = ~decoded.isfinite()
     found = decoded.masked_fill(lost, 0.0)
-    ahead = (found - sent * late).div_(share)
+    ahead = sent * late
+    torch.sub(found, ahead, out=ahead).div_(share)
     sent.copy_(found)
     out.copy_(ahead.masked_fill_(lost, torch.nan))
