@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
     z, k = _changes(new[0], old[0]), _patterns(old[0])
     where = _Where.of(layout, new.device)
     table = _widths(z, where.classes(k, layout), layout)
-    block = _coded(z, *_of_elements(table, k, where, layout), where)
-    words = (block.bits + 31) >> 5
+    _, bits = _walk(z, table[where.classes(k, layout)], where, lambda field: field.value)
+    words = (bits + 31) >> 5
     head = 1 + len(layout.spans) + _words(int((table > 0).sum()), 8) + _words(len(words), 16)
     total = min(head + int(words.sum()), layout.words) if bool(z.any()) else 1
     starts = head + words.cumsum(0) - words
@@ -66,15 +66,23 @@ def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) 
     """``[total]`` int32."""
     total, table, starts = plan.split([1, layout.tables, layout.blocks])
     z, where = _changes(new, old), _Where.of(layout, new.device)
-    coded = _coded(z, *_of_elements(table, _patterns(old), where, layout), where)
     given = (table > 0).view(-1, CLASSES).to(torch.int64)
     masks = (given << torch.arange(CLASSES, device=new.device)).sum(-1)
     sizes = torch.cat([starts, total]).diff()
     head = torch.cat([total, masks, _bytes(table[table > 0], 8), _bytes(sizes, 16)])
-    fields = [_Field(32 * starts[f.block] + f.at, f.width, f.value, f.block) for f in coded.fields]
-    words = _put(fields, int(total))
+    words = head.new_zeros(int(total) + 1)
+
+    def put(field: _Field) -> Tensor:
+        at = 32 * starts[field.block] + field.at
+        shifted = torch.where(field.width > 0, field.value, 0) << (at & 31)
+        word = (at >> 5).clamp(max=len(words) - 2)  # of no bits
+        words.index_add_(0, word, shifted & _MASK)
+        words.index_add_(0, word + 1, shifted >> 32)
+        return field.value
+
+    _walk(z, table[where.classes(_patterns(old), layout)], where, put)
     words[: len(head)] = head
-    return wrap_int32(words)
+    return wrap_int32(words[:-1])
 
 
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
@@ -127,11 +135,6 @@ class _Where:
         exponent = k >> MANTISSA[layout.dtype]
         return self.span * CLASSES + exponent % CLASSES
 
-    @property
-    def place(self) -> Tensor:
-        """Places of elements in their blocks."""
-        return torch.arange(len(self.block), device=self.block.device) - self.first[self.block]
-
     def sums(self, x: Tensor) -> Tensor:
         """Sums of elements' numbers, by block."""
         return x.new_zeros(len(self.size)).index_add_(0, self.block, x)
@@ -180,17 +183,9 @@ def _widths(z: Tensor, classes: Tensor, layout: ExactLayout) -> Tensor:
     return ((first + once * b2 + 16 * twice) * 256 + entries).amin(-1) & 255
 
 
-def _of_elements(
-    table: Tensor, k: Tensor, where: _Where, layout: ExactLayout
-) -> tuple[Tensor, Tensor]:
-    """``b1`` and ``b2`` of elements with these old bit patterns."""
-    entry = table[where.classes(k, layout)]
-    return entry & 15, entry >> 4
-
-
 @dataclass(frozen=True)
 class _Field:
-    """Bits of elements, or of blocks, each at its place in its block."""
+    """Numbers of elements or of blocks, each with its width, from a bit of its block on."""
 
     at: Tensor
     width: Tensor
@@ -198,74 +193,66 @@ class _Field:
     block: Tensor
 
 
-@dataclass(frozen=True)
-class _Coded:
-    """All fields, and the number of bits of each block."""
+def _walk(
+    z: Tensor, entry: Tensor, where: _Where, visit: Callable[[_Field], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Visit all numbers of all blocks, which a visitor writes and returns, or reads.
 
-    fields: list[_Field]
-    bits: Tensor
+    Args:
+        z: of elements; whatever it is if numbers are read.
+        entry: ``b1 | b2 << 4`` of elements.
 
-
-def _coded(z: Tensor, b1: Tensor, b2: Tensor, where: _Where) -> _Coded:
-    block = where.block
-    dense, listed = b1 > 0, (b1 == 0) & (z > 0)
-    ones = (1 << b1) - 1
-    fields = [_Field(where.before(b1), b1, torch.minimum(z, ones), block)]
+    Returns:
+        ``z`` as it is after the visit; the number of bits of each block.
+    """
+    block, each = where.block, torch.arange(len(where.size), device=z.device)
+    b1, b2 = entry & 15, entry >> 4
+    ones, more = (1 << b1) - 1, (1 << b2) - 1
+    found = visit(_Field(where.before(b1), b1, torch.minimum(z, ones), block))
     end = where.sums(b1)
 
     def escaped(which: Tensor) -> None:
         """Levels 2 and 3 of these elements."""
-        nonlocal end
-        ones = (1 << b2) - 1
-        for width, value in (
-            (torch.where(which, b2, 0), torch.minimum(z, ones)),
-            (torch.where(which & (z >= ones), 16, 0), z),
-        ):
-            fields.append(_Field(end[block] + where.before(width), width, value, block))
+        nonlocal found, end
+        for width, value in ((b2, torch.minimum(z, more)), (torch.full_like(b2, 16), z)):
+            width = torch.where(which, width, 0)
+            here = visit(_Field(end[block] + where.before(width), width, value, block))
             end = end + where.sums(width)
+            found = torch.where(which, here, found)
+            which = which & (found == more)
 
-    escaped(dense & (z >= ones))
-    n = where.sums(listed.to(torch.int64))
-    all_dense = where.sums((~dense).to(torch.int64)) == 0
-    width = torch.where(all_dense | ((end == 0) & (n == 0)), 0, _length(where.size))
-    fields.append(_Field(end, width, n, torch.arange(len(n), device=n.device)))
+    dense = b1 > 0
+    escaped(dense & (found == ones))
+    changed = (~dense & (z > 0)).to(torch.int64)
+    n = where.sums(changed)
+    sparse = where.sums((~dense).to(torch.int64)) > 0
+    width = torch.where(sparse & (end + n > 0), _length(where.size), 0)
+    n = torch.minimum(visit(_Field(end, width, n, each)), where.size)
     end = end + width
-    low, numbers = _elias_fano(n, where)
-    lower = torch.where(listed, low[block], 0)
-    place, rank = where.place, where.before(listed.to(torch.int64))
-    upper = end[block] + (place >> low[block]) + rank
-    fields.append(_Field(upper, listed.to(torch.int64), torch.ones_like(z), block))
-    end = end + numbers
-    fields.append(
-        _Field(end[block] + where.before(lower), lower, place & ((1 << low[block]) - 1), block)
-    )
-    end = end + n * low
-    escaped(listed)
-    return _Coded([_kept(field) for field in fields], end)
-
-
-def _kept(field: _Field) -> _Field:
-    there = field.width > 0
-    return _Field(field.at[there], field.width[there], field.value[there], field.block[there])
-
-
-def _elias_fano(n: Tensor, where: _Where) -> tuple[Tensor, Tensor]:
-    """Lower bits of each of ``n`` places, and numbers of the upper code; by block."""
+    # The Elias-Fano code, with an entry for each bit of the upper part. (A reader's are from here.)
     low = _length(where.size // n.clamp(min=1)) - 1
-    return low, torch.where(n > 0, n + (where.size - 1 >> low.clamp(min=0)), 0)
-
-
-def _put(fields: Iterable[_Field], size: int) -> Tensor:
-    """Words with these bits, from 0 on."""
-    words: Tensor | None = None
-    for field in fields:
-        if words is None:
-            words = field.at.new_zeros(size + 1)
-        shifted = field.value << (field.at & 31)
-        words.index_add_(0, field.at >> 5, shifted & _MASK)
-        words.index_add_(0, (field.at >> 5) + 1, shifted >> 32)
-    assert words is not None
-    return words[:size]
+    bits = torch.where(n > 0, n + (where.size - 1 >> low), 0)
+    owner, start = each.repeat_interleave(bits), bits.cumsum(0) - bits
+    number = torch.arange(len(owner), device=z.device) - start[owner]
+    place = torch.arange(len(z), device=z.device) - where.first[block]
+    entries = start[block] + (place >> low[block]) + where.before(changed)
+    entries = torch.where(changed > 0, entries, len(owner)).clamp(max=len(owner))
+    places = z.new_full((len(owner) + 1,), -1).scatter_(0, entries, place)[:-1]
+    is_place = visit(_Field(end[owner] + number, torch.ones_like(owner), (places >= 0) * 1, owner))
+    end = end + bits
+    rank = where.size.new_zeros(len(owner) + 1)
+    rank[1:] = is_place.cumsum(0)
+    rank = rank[:-1] - rank[start[owner]]
+    width = torch.where(is_place > 0, low[owner], 0)
+    value = places & ((1 << width) - 1)
+    lower = visit(_Field(end[owner] + rank * low[owner], width, value, owner))
+    end = end + n * low
+    place = (number - rank << low[owner]) | lower
+    there = (is_place > 0) & (place < where.size[owner])
+    listed = torch.zeros_like(dense)
+    listed[(where.first[owner] + place)[there]] = True
+    escaped(listed & ~dense)
+    return found, end
 
 
 def _bytes(x: Tensor, width: int) -> Tensor:
@@ -297,54 +284,18 @@ def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
     sizes = numbers(1 + spans + _words(entries, 8), blocks, 16)
     head = 1 + spans + _words(entries, 8) + _words(blocks, 16)
     starts = head + sizes.cumsum(0) - sizes
-    b1, b2 = _of_elements(table, k, where, layout)
 
-    def get(at: Tensor, width: Tensor, block: Tensor) -> Tensor:
-        """Numbers at these bits of blocks; bits past a block's end are zeros."""
-        word = at >> 5
-        both = torch.zeros_like(at)
+    def get(field: _Field) -> Tensor:
+        """Bits past a block's end are zeros."""
+        word, sizes_, starts_ = field.at >> 5, sizes[field.block], starts[field.block]
+        both = torch.zeros_like(field.at)
         for i in (0, 1):
-            there = word + i < sizes[block]
-            index = (starts[block] + word + i).clamp(max=len(words) - 1)
-            both = both | (torch.where(there, words[index], 0) << 32 * i)
-        return both >> (at & 31) & ((1 << width) - 1)
+            index = (starts_ + word + i).clamp(max=len(words) - 1)
+            both = both | (torch.where(word + i < sizes_, words[index], 0) << 32 * i)
+        return both >> (field.at & 31) & ((1 << field.width) - 1)
 
-    block = where.block
-    dense = b1 > 0
-    z = get(where.before(b1), b1, block)
-    end = where.sums(b1)
-
-    def escaped(which: Tensor) -> None:
-        """Levels 2 and 3 of these elements."""
-        nonlocal z, end
-        for width in (b2, torch.full_like(b2, 16)):
-            width = torch.where(which, width, 0)
-            found = get(end[block] + where.before(width), width, block)
-            end = end + where.sums(width)
-            z = torch.where(which, found, z)
-            which = which & (z == (1 << b2) - 1)
-
-    escaped(dense & (z == (1 << b1) - 1))
-    each = torch.arange(blocks, device=row.device)
-    all_dense = where.sums((~dense).to(torch.int64)) == 0
-    width = torch.where(all_dense | (sizes == 0), 0, _length(where.size))
-    n = torch.minimum(get(end, width, each), where.size)
-    end = end + width
-    low, bits = _elias_fano(n, where)
-    # One entry for each bit of the upper codes.
-    owner = each.repeat_interleave(bits)
-    number = torch.arange(len(owner), device=row.device) - (bits.cumsum(0) - bits)[owner]
-    found = get(end[owner] + number, torch.ones_like(owner), owner)
-    rank = found.cumsum(0) - found
-    rank = rank - rank[(bits.cumsum(0) - bits)[owner]] if len(owner) else rank
-    end = end + bits
-    lower = get(end[owner] + rank * low[owner], low[owner], owner)
-    place = (number - rank << low[owner]) | lower
-    there = (found > 0) & (place < where.size[owner])
-    listed = torch.zeros_like(dense)
-    listed[(where.first[owner] + place)[there]] = True
-    end = end + n * low
-    escaped(listed & ~dense)
+    # Nothing of a reader depends on these numbers, but that anything may have changed.
+    z, _ = _walk(torch.ones_like(k), table[where.classes(k, layout)], where, get)
     q = torch.where(z & 1 > 0, -(z + 1) // 2, z // 2)
     made = _ordered((_ordered(k) + q) & 0xFFFF)
     row.copy_(made.to(torch.int16).view(row.dtype))
