@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -40,6 +40,12 @@ class CodecPlan:
         warmup_steps: how many of the first reductions are dense.
         feedback: the feedback rule; None if nothing is stored.
     """
+
+    of_changes: ClassVar[bool] = False
+    """Whether messages carry changes since the last message, and ranks that decode them keep a copy
+    to add them to."""
+    exact: ClassVar[bool] = False
+    """Whether ranks that decode have the bits that were encoded."""
 
     warmup_steps: int = 0
     feedback: FeedbackRule | None = None
@@ -130,17 +136,6 @@ class CodecPlan:
     @property
     def reuses_forward_message(self) -> bool:
         """Whether the backward reuses the messages of the forward's all-gather."""
-        return False
-
-    @property
-    def of_changes(self) -> bool:
-        """Whether messages carry changes since the last message, and ranks that decode them keep a
-        copy to add them to."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """Whether ranks that decode have the bits that were encoded."""
         return False
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
