@@ -35,23 +35,13 @@ class BlockLayout:
 
     Attributes:
         numel: number of elements; the last block may be partly padding.
-        bits: bits of a code.
-        block: number of elements that share a scale, a power of two.
+        bits: bits of a code, one of ``BITS``.
+        block: number of elements that share a scale, a power of two within the bounds above.
     """
 
     numel: int
     bits: int
     block: int = 256
-
-    def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ValueError(f"numel must not be negative, got {self.numel}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
-        if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
-            raise ValueError(
-                f"block must be a power of two in [{MIN_BLOCK}, {MAX_BLOCK}], got {self.block}"
-            )
 
     @cached_property
     def levels(self) -> int:

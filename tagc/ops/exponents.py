@@ -66,10 +66,6 @@ class ExponentLayout:
 
     numel: int
 
-    def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ValueError(f"numel must not be negative, got {self.numel}")
-
     @cached_property
     def blocks(self) -> int:
         """Number of blocks; the last one is padded."""

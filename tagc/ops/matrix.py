@@ -74,7 +74,7 @@ class MatrixLayout:
 
     Attributes:
         rows, columns: size of the part of the matrix that a shard holds.
-        bits: bits of a code.
+        bits: bits of a code, one of ``BITS``.
         level: factor on the values that codes stand for. Above 1, a message carries more of the
             residual, and more noise.
         count: number of matrices of this shape, one after the other in a row of a tensor. Each has
@@ -86,16 +86,6 @@ class MatrixLayout:
     bits: int = 1
     level: float = 1.0
     count: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rows < 0 or self.columns < 1:
-            raise ValueError(f"a matrix has columns, got {self.rows} x {self.columns}")
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, got {self.count}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
-        if not 0.25 <= self.level < 4:
-            raise ValueError(f"level must be in [0.25, 4), got {self.level}")
 
     @property
     def one(self) -> Self:
