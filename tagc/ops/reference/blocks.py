@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
 from tagc.ops.fingerprint import MASK, fmix32
-from tagc.ops.reference.select import grouped, rounded
+from tagc.ops.reference.select import add_up, grouped, keep
 from tagc.ops.symbols import wrap_int32
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -54,13 +54,9 @@ def quantize(
     x = grad.float() if residual is None else grad.float() + residual.float()
     scale, q, left = quantize_rows(x, layout, dither)
     message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
-    if residual is None:
-        return
-    if average:
-        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
-        left = kept * residual.float() + fresh * left
-    stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
-    residual.copy_(torch.where(stay, residual, rounded(left, residual.dtype)))
+    if residual is not None:
+        stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
+        keep(residual, left, average, stay)
 
 
 def dequantize(
@@ -78,13 +74,7 @@ def dequantize(
         add: whether the quotient is added to what ``out`` holds, in float32, and the sum
             rounded once.
     """
-    total = None
-    for row in dequantize_rows(message, layout).unbind(1):
-        total = row if total is None else total + row
-    assert total is not None
-    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    x = total / torch.full_like(total, divisor)
-    out.copy_(out.float() + x if add else x)
+    add_up(dequantize_rows(message, layout), out, divisor, add)
 
 
 def quantize_rows(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
+from tagc.ops.reference.select import patterns
 from tagc.ops.symbols import wrap_int32
 
 _MASK = 0xFFFFFFFF
@@ -32,7 +33,7 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
             the words of the message before each block. If the total is that of a raw message,
             or 1, the rest is as if the row was coded.
     """
-    z, k = _changes(new[0], old[0]), _patterns(old[0])
+    z, k = _changes(new[0], old[0]), patterns(old[0])
     where = _Where.of(layout, new.device)
     table = _widths(z, where.classes(k, layout), layout)
     _, bits = _walk(z, table[where.classes(k, layout)], where, lambda field: field.value)
@@ -80,7 +81,7 @@ def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) 
         words.index_add_(0, word + 1, shifted >> 32)
         return field.value
 
-    _walk(z, table[where.classes(_patterns(old), layout)], where, put)
+    _walk(z, table[where.classes(patterns(old), layout)], where, put)
     words[: len(head)] = head
     return wrap_int32(words[:-1])
 
@@ -145,11 +146,6 @@ class _Where:
         return sums - sums[self.first[self.block]]
 
 
-def _patterns(x: Tensor) -> Tensor:
-    """Bit patterns, from 0 on."""
-    return x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-
-
 def _ordered(k: Tensor) -> Tensor:
     """Numbers in order to bit patterns, and back, modulo 2**16."""
     return torch.where(k >= 0x8000, k ^ 0x7FFF, k)
@@ -157,7 +153,7 @@ def _ordered(k: Tensor) -> Tensor:
 
 def _changes(new: Tensor, old: Tensor) -> Tensor:
     """``z``."""
-    q = (_ordered(_patterns(new)) - _ordered(_patterns(old))) & 0xFFFF
+    q = (_ordered(patterns(new)) - _ordered(patterns(old))) & 0xFFFF
     return torch.where(q < 0x8000, 2 * q, 2 * (0x10000 - q) - 1)
 
 
@@ -267,7 +263,7 @@ def _words(count: int, width: int) -> int:
 
 
 def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
-    k, where = _patterns(row), _Where.of(layout, row.device)
+    k, where = patterns(row), _Where.of(layout, row.device)
     spans, blocks = len(layout.spans), layout.blocks
     words = torch.nn.functional.pad(words, (0, spans + layout.tables + blocks))  # if damaged
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
+from tagc.ops.reference.select import patterns
 
 _HALF = BLOCK // 2
 
@@ -20,7 +21,7 @@ def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> 
             others the first ``words`` are written.
     """
     missing = layout.blocks * BLOCK - layout.numel
-    bits = pad(_patterns(rows), (0, missing)).view(len(rows), -1, BLOCK)
+    bits = pad(patterns(rows), (0, missing)).view(len(rows), -1, BLOCK)
     exponent = bits >> 7 & 255
     top = _tops(exponent)
     code = top - exponent
@@ -36,11 +37,6 @@ def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> 
         out[0] = int(not row_fits)
         sent = part.to(torch.uint8) if row_fits else row.contiguous().view(torch.uint8)
         out[HEAD:end].view(torch.uint8)[: len(sent)] = sent
-
-
-def _patterns(rows: Tensor) -> Tensor:
-    """Bit patterns, from 0 on."""
-    return rows.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def _tops(exponent: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tagc.ops.matrix import (
     MatrixLayout,
     parts_of,
 )
-from tagc.ops.reference.select import grouped, rounded
+from tagc.ops.reference.select import add_up, grouped, keep
 from tagc.ops.symbols import wrap_int32
 
 
@@ -104,28 +104,17 @@ def _quantize(
     left = torch.where(sends, x - (2 * q + 1) * (f * v), x)
     codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
     message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
-    if residual is None:
-        return
-    if average:
-        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
-        left = kept * residual.float().view_as(left) + fresh * left
-    left = torch.where((rows == NOT_FINITE)[..., None], residual.view_as(left), left)
-    residual.copy_(rounded(left, residual.dtype).flatten(1))
+    if residual is not None:
+        stay = (rows == NOT_FINITE)[..., None].expand_as(left)
+        keep(residual, left.flatten(1), average, stay.flatten(1))
 
 
 def _dequantize(
     message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int, add: bool
 ) -> None:
     """Add up messages of one matrix each."""
-    if not layout.rows:
-        return
-    total = None
-    for row in _values(message, layout).unbind(1):
-        total = row if total is None else total + row
-    assert total is not None
-    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    x = (total / torch.full_like(total, divisor)).flatten(1)
-    out.copy_(out.float() + x if add else x)
+    if layout.rows:
+        add_up(_values(message, layout).flatten(2), out, divisor, add)
 
 
 def _bounded(x: Tensor) -> Tensor:
