@@ -246,7 +246,7 @@ def sum_dense_kernel(
 
 @on_device_of("message")
 def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
-    """See :meth:`tagc.ops.dense.DenseOps.put_dense`."""
+    """See :func:`tagc.ops.reference.put_dense`."""
     programs, arguments = put_arguments(x, message, stamp, layout, _WARPS)
     put_dense_kernel[(programs, len(message))](
         **arguments, num_warps=_WARPS, enable_fp_fusion=False
@@ -263,7 +263,7 @@ def sum_dense(
     layout: DenseLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
+    """See :func:`tagc.ops.reference.sum_dense`."""
     programs, arguments = sum_arguments(message, out, stamp, wrong, layout, divisor, _WARPS)
     divide = divisor & (divisor - 1) != 0
     sum_dense_kernel[(programs, len(message))](

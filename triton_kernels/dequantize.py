@@ -105,7 +105,7 @@ def dequantize_kernel(
 def dequantize(
     message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+    """See :func:`tagc.ops.reference.dequantize`."""
     if layout.blocks:
         sum_blocks(message, out, layout, divisor, add)
 

@@ -139,7 +139,7 @@ def exact_decode_kernel(
 
 @on_device_of("rows")
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
-    """See :meth:`tagc.ops.exact.ExactOps.decode_exact`."""
+    """See :func:`tagc.ops.reference.decode_exact`."""
     if not layout.blocks or not len(rows):
         return
     (n, capacity), spans, device = message.shape, len(layout.spans), rows.device

@@ -129,7 +129,7 @@ def exact_encode_kernel(
 def encode_exact(
     new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
 ) -> None:
-    """See :meth:`tagc.ops.exact.ExactOps.encode_exact`."""
+    """See :func:`tagc.ops.reference.encode_exact`."""
     spans = len(layout.spans)
     exact_head_kernel[(1,)](
         plan,

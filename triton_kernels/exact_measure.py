@@ -126,7 +126,7 @@ def exact_total_kernel(plan, counts, spans, blocks, most, SCAN: tl.constexpr):
 
 @on_device_of("new")
 def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout) -> None:
-    """See :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    """See :func:`tagc.ops.reference.measure_exact`."""
     new, old = new.view(torch.int16), old.view(torch.int16)
     spans, blocks, device = len(layout.spans), layout.blocks, new.device
     counts = buffer("exact_counts", (max(1, spans) * _BINS,), torch.int32, device, None)

@@ -122,7 +122,7 @@ def raw_exponents_kernel(x, message, elements, numel, room, x_stride, stride, TI
 
 @on_device_of("rows")
 def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> None:
-    """See :meth:`tagc.ops.exponents.ExponentOps.pack_exponents`."""
+    """See :func:`tagc.ops.reference.pack_exponents`."""
     n, x, stride = len(rows), rows.view(torch.int16), message.stride(0)
     if not n:
         return
@@ -184,7 +184,7 @@ def unpack_exponents_kernel(
 
 @on_device_of("rows")
 def unpack_exponents(message: Tensor, rows: Tensor, *, layout: ExponentLayout) -> None:
-    """See :meth:`tagc.ops.exponents.ExponentOps.unpack_exponents`."""
+    """See :func:`tagc.ops.reference.unpack_exponents`."""
     if not layout.blocks or not len(rows):
         return
     x = rows.view(torch.int16)

@@ -76,7 +76,7 @@ def fingerprint_kernel(
 
 @on_device_of("x")
 def fingerprint(x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None) -> None:
-    """See :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
+    """See :func:`tagc.ops.reference.fingerprint`."""
     bits, words, rest, programs, tile, lanes = fingerprint_sizes(x, _WARPS)
     fingerprint_kernel[(programs,)](
         bits, sums, before, None if changed is None else changed.view(torch.int8), words, rest,

@@ -43,7 +43,7 @@ def undo_lag_kernel(decoded, sent, out, late, lead, n, BLOCK: tl.constexpr):
 
 @on_device_of("out")
 def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None:
-    """See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+    """See :func:`tagc.ops.reference.undo_lag`."""
     if not out.numel():
         return
     undo_lag_kernel[(cdiv(out.numel(), _BLOCK),)](

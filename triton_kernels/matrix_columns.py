@@ -80,7 +80,7 @@ def sum_columns(
     """Write the columns' sums, and the largest upper bits of each program's sums.
 
     Args:
-        grad, residual: as in :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`.
+        grad, residual: as in :func:`tagc.ops.reference.quantize_matrix`.
         sums: ``[D, columns of all matrices]`` float32.
         tops: as ``sums``, int32, written: of each matrix the first ones.
         tile: columns of a program, see :func:`columns_at_a_time`.

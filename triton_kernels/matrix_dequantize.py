@@ -207,7 +207,7 @@ def sum_tile(
 def dequantize_matrix(
     message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    """See :func:`tagc.ops.reference.dequantize_matrix`."""
     sum_matrices(message, out, layout, divisor, add)
 
 
@@ -225,7 +225,7 @@ def sum_matrices(
     """Launch matrices, and ``more`` programs for the pieces of each row.
 
     Args:
-        sent, lead: as of :meth:`tagc.ops.lag.LagOps.undo_lag`, which ``out`` has the result of.
+        sent, lead: as of :func:`tagc.ops.reference.undo_lag`, which ``out`` has the result of.
     """
     launches, total = runs_of(layout)
     divide = divisor & (divisor - 1) != 0

@@ -262,7 +262,7 @@ def quantize_matrix(
     layout: AnyMatrices,
     average: float,
 ) -> None:
-    """See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+    """See :func:`tagc.ops.reference.quantize_matrix`."""
     quantize_matrices(grad, residual, message, layout, average)
 
 

@@ -42,7 +42,7 @@ def quantize_and_put(
     average: float,
     dense: DenseLayout,
 ) -> None:
-    """See :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    """See :func:`tagc.ops.reference.quantize_and_put`."""
     if isinstance(layout, BlockLayout):
         warps = blocks_and_warps(layout.block)[1]
     elif launches := runs_of(layout)[0]:
@@ -83,7 +83,7 @@ def dequantize_and_sum(
     dense: DenseLayout,
     lead: float = 1.0,
 ) -> None:
-    """See :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+    """See :func:`tagc.ops.reference.dequantize_and_sum`."""
     given = whole, rows, stamp, wrong, dense, divisor
     if isinstance(layout, BlockLayout):
         programs, pieces = sum_arguments(*given, blocks_and_warps(layout.block)[1])

@@ -10,9 +10,6 @@ Messages, residuals and outputs have the same bits as those of the reference on 
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from .dense import put_dense, sum_dense
 from .dequantize import dequantize
@@ -46,7 +43,6 @@ __all__ = [
     "measure_exact",
     "pack_exponents",
     "peel",
-    "prepare",
     "put_dense",
     "quantize",
     "quantize_and_put",
@@ -59,12 +55,6 @@ __all__ = [
     "undo_lag",
     "unpack_exponents",
 ]
-
-
-def prepare(
-    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
-) -> None:
-    """Nothing: rehearsals in :func:`.jit.compiling_only` compile the kernels."""
 
 
 def recorded(operator: Callable[..., object]) -> Recorded:

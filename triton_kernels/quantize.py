@@ -108,12 +108,12 @@ def quantize(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
+    dither: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
-    dither: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+    """See :func:`tagc.ops.reference.quantize`."""
     if layout.blocks:
         quantize_blocks(grad, residual, message, dither, layout, average)
 

@@ -58,7 +58,7 @@ def insert_kernel(
 def insert_symbols(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """Write ``cells``, see :meth:`tagc.ops.sketch.SketchOps.insert`."""
+    """Write ``cells``, see :func:`tagc.ops.reference.insert`."""
     torch_call(Tensor.zero_, cells)
     if layout.groups == 0:
         return

@@ -44,13 +44,13 @@ def encode(
     index: Tensor,
     cells: Tensor,
     counts: Tensor,
+    support: Tensor | None = None,
     *,
     layout: SketchLayout,
     levels: int,
     capacity: int,
-    support: Tensor | None = None,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
+    """See :func:`tagc.ops.reference.encode`."""
     bitmap, poison = index[:, : layout.words], index[:, layout.words]
     lanes, trims = layout.symbol.lanes, support is None and capacity < layout.groups
     direct = None
@@ -84,7 +84,7 @@ def select(
     layout: SketchLayout,
     capacity: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.select`."""
+    """See :func:`tagc.ops.reference.select`."""
     lanes = layout.symbol.lanes
     select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
     trim(x, None, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
@@ -107,7 +107,7 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
+    """See :func:`tagc.ops.reference.decode`."""
     table = table_of(layout, cells.device)
     unite(index, cells, stats, table, layout=layout)
     if layout.direct:
@@ -122,7 +122,7 @@ def decode(
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
-    """See :meth:`tagc.ops.sketch.SketchOps.insert`."""
+    """See :func:`tagc.ops.reference.insert`."""
     insert_symbols(symbols, index, seed, cells, layout=layout)
 
 
@@ -130,7 +130,7 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
+    """See :func:`tagc.ops.reference.peel`."""
     symbols = torch.empty(layout.groups, dtype=cells.dtype, device=cells.device)
     stuck = torch.empty(layout.groups, dtype=torch.int8, device=cells.device)
     table = table_of(layout, cells.device)

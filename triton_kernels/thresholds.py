@@ -1,6 +1,6 @@
 """Steer thresholds: one launch for all segments and destinations of a unit.
 
-A thread has one threshold and its state. See :meth:`tagc.ops.thresholds.ThresholdOps.steer` for the
+A thread has one threshold and its state. See :func:`tagc.ops.reference.steer` for the
 formulas.
 
 Worked example: 100 groups should be kept, and 400 are above the threshold, as in the last step. The
@@ -93,7 +93,7 @@ def steer_kernel(
 
 @on_device_of("state")
 def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, state: Tensor) -> None:
-    """See :meth:`tagc.ops.thresholds.ThresholdOps.steer`."""
+    """See :func:`tagc.ops.reference.steer`."""
     _, segments, destinations = state.shape
     steer_kernel[(cdiv(segments * destinations, _BLOCK),)](
         counts, target, max_boost, scale, state, segments * destinations, destinations,

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagc.codecs.sketch.plan import SLACK, quantization_step
+from tagc.codecs.sketch.plan import SLACK, step_scale
 from tagc.ops import COUNTS, Ops, get_ops, reference
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.exact import ExactLayout
 from tagc.ops.matrix import BITS, MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
+from tagc.ops.thresholds import step_of
 
 # Bits of a matrix's code, by name.
 CODES = {f"int{bits}": bits for bits in sorted(BITS, reverse=True)}
@@ -225,7 +226,7 @@ def _sketch(case: Case, grad: Tensor, residual: Tensor) -> Work:
     # [1], what the share `density` of the groups exceeds.
     threshold = size.sort(descending=True).values[round(case.density * (size.numel() - 1))][None]
     capacity, levels = int(SLACK * case.density * groups) + 1, symbol.levels(RANKS)
-    step = quantization_step(threshold, symbol, levels)
+    step = step_of(threshold, step_scale(symbol, levels))
     layout = plan_layout(case.numel, symbol, capacity)
     seed, stats = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (1, 2))
 

@@ -66,6 +66,8 @@ class CodecConfig(Strict):
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("none",)
     """The kinds of feedback that the codec supports; the first is the default."""
+    selects: ClassVar[bool] = False
+    """Whether the codec leaves elements below a threshold of the segment for later."""
 
     @property
     def allowed_feedback(self) -> tuple[str, ...]:
@@ -76,11 +78,6 @@ class CodecConfig(Strict):
     def compresses(self) -> bool:
         """Whether the codec needs more than the ordinary collective."""
         return True
-
-    @property
-    def selects(self) -> bool:
-        """Whether the codec leaves elements below a threshold of the segment for later."""
-        return False
 
     @property
     def shares_support(self) -> bool:

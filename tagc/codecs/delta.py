@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -74,16 +74,14 @@ class DeltaPlan(CodecPlan):
         code: the plan of the codec that quantizes the changes.
     """
 
+    of_changes: ClassVar[bool] = True
+
     code: QuantizedPlan | MatrixPlan
 
     @property
     def name(self) -> str:
         """'delta' and the name of the code."""
         return f"delta {self.code.name}"
-
-    @property
-    def of_changes(self) -> bool:
-        return True
 
     @property
     def nominal_bits(self) -> float | None:

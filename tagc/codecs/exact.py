@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 
@@ -67,9 +67,7 @@ class ExactConfig(CodecConfig):
 class ExactPlan(CodecPlan):
     """How one segment is sent."""
 
-    @property
-    def exact(self) -> bool:
-        return True
+    exact: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +78,14 @@ class ExactChanges(ExactPlan):
         capacity: words of a message; in a plan, those that are expected in training.
     """
 
+    of_changes: ClassVar[bool] = True
+
     layout: ExactLayout
     capacity: int
 
     @property
     def name(self) -> str:
         return "exact"
-
-    @property
-    def of_changes(self) -> bool:
-        return True
 
     @property
     def measured_words(self) -> int:

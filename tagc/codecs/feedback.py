@@ -24,7 +24,7 @@ changes from step to step, and a momentum averages that out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -79,22 +79,43 @@ class FeedbackConfig(Strict):
 
 
 SENT = "sent"
+OWNER_STATES = (SENT,)
+"""Names of the owners' states in checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackRule:
-    """The plain rule. Subclasses change parts of it.
+    """Error feedback, which adds what was not sent to the next gradient; or a form of it.
 
     Attributes:
         dtype: dtype of the residual.
+        old_share: share of the old residual that stays, the operators' ``average``; for LoCo
+            (arXiv 2407.04480, in DeepSpeed's form): ``e <- beta * e + (1 - beta) * (x - C(x))``.
+        restarts: after how many reductions the residual restarts from zero; None for never.
+        lead: ``K``, the share of gradient plus residual that a message is assumed to carry. If it
+            is below 1, the owner undoes the lag.
     """
 
-    owner_state: ClassVar[str | None] = None
-    """Name of the owner's state in checkpoints; None if the owner keeps nothing."""
-    note: ClassVar[str | None] = None
-    """Advice about the rule that a plan gives the user; None for none."""
-
     dtype: torch.dtype
+    old_share: float = 0.0
+    restarts: int | None = None
+    lead: float = 1.0
+
+    @property
+    def owner_state(self) -> str | None:
+        """Name of the owner's state in checkpoints; None if the owner keeps nothing."""
+        return SENT if self.lead < 1 else None
+
+    @property
+    def note(self) -> str | None:
+        """Advice about the rule that a plan gives the user; None for none."""
+        if self.owner_state is None:
+            return None
+        return (
+            "a lead makes gradients noisier, so an optimizer like Adam takes smaller steps: call "
+            "compressor.keep_rates(optimizer), which measures how much smaller and undoes it, or "
+            "retune the learning rate (docs/quality.md)"
+        )
 
     def row_bytes(self, columns: int) -> int:
         """Bytes stored for a row of the residual."""
@@ -105,87 +126,17 @@ class FeedbackRule:
         """Bytes that an owner stores for an element of its shard."""
         return 0 if self.owner_state is None else 4
 
-    def scratch_bytes(self, columns: int, dtype: torch.dtype) -> int:
-        """The most temporary bytes on a CPU after decoding.
-
-        Args:
-            dtype: dtype of the gradients.
-        """
-        # A mask of the range of float16, and the values clamped to it.
-        each = 9 if dtype == torch.float16 else 0
-        return 0 if self.owner_state is None else each * columns
-
-    @property
-    def old_share(self) -> float:
-        """Share of the old residual that stays: the operators' ``average``; 0 for none."""
-        return 0.0
-
-    @property
-    def restarts(self) -> int | None:
-        """After how many reductions the residual restarts from zero; None for never."""
-        return None
+    def scratch_bytes(self, columns: int) -> int:
+        """The most temporary bytes on a CPU after decoding."""
+        # A mask of what is finite, such sums, and what is handed out. Or, after that, of float16: a
+        # mask of its range, and the values clamped to it.
+        return 0 if self.owner_state is None else 9 * columns
 
     @property
     def gain(self) -> float:
-        """The largest factor by which the optimizer's gradients may exceed every sum so far."""
-        return 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorFeedback(FeedbackRule):
-    """Feedback ``residual``: adds what was not sent to the next gradient."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeadFeedback(FeedbackRule):
-    """Error feedback whose lag the owner undoes.
-
-    Attributes:
-        lead: ``K``, the share of gradient plus residual that a message is assumed to carry, below
-            1.
-    """
-
-    owner_state: ClassVar[str | None] = SENT
-    note: ClassVar[str | None] = (
-        "a lead makes gradients noisier, so an optimizer like Adam takes smaller steps: call "
-        "compressor.keep_rates(optimizer), which measures how much smaller and undoes it, or "
-        "retune the learning rate (docs/quality.md)"
-    )
-
-    lead: float
-
-    @property
-    def gain(self) -> float:
-        """See :attr:`FeedbackRule.gain`: the worst case is a sum that changes its sign."""
+        """The largest factor by which the optimizer's gradients may exceed every sum so far: the
+        worst case is a sum that changes its sign."""
         return (2 - self.lead) / self.lead
-
-
-@dataclass(frozen=True, kw_only=True)
-class AverageFeedback(FeedbackRule):
-    """Feedback ``average``: LoCo (arXiv 2407.04480), in DeepSpeed's form.
-
-    ``x = g + e``; send ``C(x)``; ``e <- beta * e + (1 - beta) * (x - C(x))``. ``e`` restarts from
-    zero every ``reset_steps`` reductions. It forgets by design.
-
-    Attributes:
-        beta: share of the old residual that stays.
-        reset_steps: number of reductions after which the residual restarts from zero.
-    """
-
-    beta: float
-    reset_steps: int
-
-    @property
-    def restarts(self) -> int | None:
-        return self.reset_steps
-
-    @property
-    def old_share(self) -> float:
-        return self.beta
-
-
-OWNER_STATES = (SENT,)
-"""Names of the owners' states in checkpoints."""
 
 
 def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
@@ -194,7 +145,5 @@ def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
     if config.kind == "none":
         return None
     if config.kind == "average":
-        return AverageFeedback(dtype=dtype, beta=config.beta, reset_steps=config.reset_steps)
-    if config.lead == 1:
-        return ErrorFeedback(dtype=dtype)
-    return LeadFeedback(dtype=dtype, lead=config.lead)
+        return FeedbackRule(dtype=dtype, old_share=config.beta, restarts=config.reset_steps)
+    return FeedbackRule(dtype=dtype, lead=config.lead)

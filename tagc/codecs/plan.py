@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
 from tagc.codecs.config import CodecConfig
-from tagc.codecs.feedback import ErrorFeedback, FeedbackRule
+from tagc.codecs.feedback import FeedbackRule
 from tagc.ops.program import Launch, Place
 
 
@@ -40,6 +40,12 @@ class CodecPlan:
         warmup_steps: how many of the first reductions are dense.
         feedback: the feedback rule; None if nothing is stored.
     """
+
+    of_changes: ClassVar[bool] = False
+    """Whether messages carry changes since the last message, and ranks that decode them keep a copy
+    to add them to."""
+    exact: ClassVar[bool] = False
+    """Whether ranks that decode have the bits that were encoded."""
 
     warmup_steps: int = 0
     feedback: FeedbackRule | None = None
@@ -132,17 +138,6 @@ class CodecPlan:
         """Whether the backward reuses the messages of the forward's all-gather."""
         return False
 
-    @property
-    def of_changes(self) -> bool:
-        """Whether messages carry changes since the last message, and ranks that decode them keep a
-        copy to add them to."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """Whether ranks that decode have the bits that were encoded."""
-        return False
-
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
         """The plan of one of ``owners`` equal slices of the segment, and the cuts of its columns;
         None if the codec needs the segment whole."""
@@ -151,7 +146,7 @@ class CodecPlan:
     def of_sums(self) -> Self:
         """The plan of the sums that the owner of a slice sends: without warm-up, and with error
         feedback if this plan has any feedback."""
-        owed = None if self.feedback is None else ErrorFeedback(dtype=self.feedback.dtype)
+        owed = None if self.feedback is None else FeedbackRule(dtype=self.feedback.dtype)
         return replace(self, feedback=owed, warmup_steps=0)
 
     def resized(self, columns: int) -> Self:

@@ -133,9 +133,8 @@ class QuantizedPlan(CodecPlan):
             seeds = Place("seeds_of_content", x.shape[:1], torch.int32)
             yield Launch(SeedsOf(), (x, seeds), self.name)
         average = 0.0 if self.feedback is None or residual is None else self.feedback.old_share
-        quantize = Quantize(self.layout, average, dithered=self.dithered)
         places = (x, residual, message, seeds) if self.dithered else (x, residual, message)
-        yield Launch(quantize, places, self.name)
+        yield Launch(Quantize(self.layout, average), places, self.name)
 
     def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
         yield Launch(Dequantize(layout=self.layout, divisor=divisor), (messages, rows), self.name)

@@ -221,10 +221,9 @@ class UnitGatherer(ABC):
         return squared_norms(decoded, shard)
 
     def _declare(self, *programs: Program) -> None:
-        """Make the tensors of programs, and compile their operators."""
+        """Make the tensors of programs."""
         for program in programs:
             self.store.declare(*program.places)
-            program.prepare(self._ops)
 
     def _run(self, program: Program, out: Tensor, inp: Tensor) -> None:
         """Run a program and count its bytes."""

@@ -88,7 +88,6 @@ class ReducerState:
             programs = self.programs
             self.store.declare(*programs.state, programs.stamp)
             for program in programs.programs:
-                program.prepare(ops)
                 self.store.declare(*program.places)
         self.reset()
 

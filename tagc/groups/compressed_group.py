@@ -345,7 +345,6 @@ class CompressedGroup(dist.ProcessGroup):
     def _coder(self, ops: Ops) -> Coder:
         codec = self.rule.codec
         if isinstance(codec, ExactActivationsConfig):
-            ops.prepare("pack_exponents")
             return ExponentCoder(ops)
         dithered = codec.rounding == "stochastic"
         return RowCoder(ops, bits=codec.bits, block=codec.block, dithered=dithered)

@@ -6,41 +6,5 @@ bit for bit on everything that is an integer, on every residual and on every out
 import each other.
 """
 
-from tagc.ops.blocks import BlockOps
-from tagc.ops.exact import ExactOps
-from tagc.ops.exponents import ExponentOps
 from tagc.ops.implementations import NAMES, Ops, compiles_ahead, get_ops
-from tagc.ops.lag import LagOps
-from tagc.ops.matrix import MatrixOps
-from tagc.ops.sketch import (
-    ABOVE,
-    COUNTS,
-    KEPT,
-    NONZERO,
-    SATURATED,
-    UNION,
-    UNRESOLVED,
-    SketchOps,
-)
-from tagc.ops.thresholds import ThresholdOps
-
-__all__ = [
-    "ABOVE",
-    "COUNTS",
-    "KEPT",
-    "NAMES",
-    "NONZERO",
-    "SATURATED",
-    "UNION",
-    "UNRESOLVED",
-    "BlockOps",
-    "ExactOps",
-    "ExponentOps",
-    "LagOps",
-    "MatrixOps",
-    "Ops",
-    "SketchOps",
-    "ThresholdOps",
-    "compiles_ahead",
-    "get_ops",
-]
+from tagc.ops.sketch import ABOVE, COUNTS, KEPT, NONZERO, SATURATED, UNION, UNRESOLVED

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,48 +60,15 @@ class DenseLayout:
         return message[..., self.tail : self.tail + STAMP_WORDS]
 
 
-class DenseOps(Protocol):
-    """Operators for all pieces of messages at once. Rows have unit stride."""
-
-    def put_dense(
-        self, x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout
-    ) -> None:
-        """Write pieces to messages. Half a word that is left after 16-bit elements becomes 0.
-
-        Args:
-            x: ``[D, columns]``. In bfloat16, a NaN becomes the NaN with the bits 0x7fc0.
-            message: ``[D, words]`` int32, written.
-            stamp: ``[2]`` int32; the second one is counted up, and both are written to the tail of
-                all messages.
-        """
-        ...
-
-    def sum_dense(
-        self,
-        message: Tensor,
-        out: Tensor,
-        stamp: Tensor | None,
-        wrong: Tensor | None,
-        *,
-        layout: DenseLayout,
-        divisor: int,
-    ) -> None:
-        """Sum pieces in the order of the ranks, in float32 (float64 if they are float64), divided
-        by ``divisor`` and rounded to the dtype of ``out``. A single message that is not divided is
-        only rounded, and then its finite elements stay finite in float16: bfloat16 rounds the
-        largest numbers up, beyond its range.
-
-        Args:
-            message: ``[K, R, words]`` int32.
-            out: ``[K, columns]``, written. All columns become NaN if any stamp differs or, without
-                ``stamp``, if ``wrong`` is true.
-            stamp: ``[2]`` int32, what all messages' stamps should be; only with one row ``K``.
-            wrong: boolean ``[1]``, given with ``stamp``: becomes true if any stamp differs.
-        """
-        ...
-
-
 def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
+    """Write pieces to messages. Half a word that is left after 16-bit elements becomes 0.
+
+    Args:
+        x: ``[D, columns]``. In bfloat16, a NaN becomes the NaN with the bits 0x7fc0.
+        message: ``[D, words]`` int32, written.
+        stamp: ``[2]`` int32; the second one is counted up, and both are written to the tail of
+            all messages.
+    """
     for piece in layout.pieces:
         elements = layout.elements(message, piece)
         if elements.shape[-1] * layout.wire.itemsize % 4:
@@ -125,6 +92,18 @@ def sum_dense(
     layout: DenseLayout,
     divisor: int,
 ) -> None:
+    """Sum pieces in the order of the ranks, in float32 (float64 if they are float64), divided
+    by ``divisor`` and rounded to the dtype of ``out``. A single message that is not divided is
+    only rounded, and then its finite elements stay finite in float16: bfloat16 rounds the
+    largest numbers up, beyond its range.
+
+    Args:
+        message: ``[K, R, words]`` int32.
+        out: ``[K, columns]``, written. All columns become NaN if any stamp differs or, without
+            ``stamp``, if ``wrong`` is true.
+        stamp: ``[2]`` int32, what all messages' stamps should be; only with one row ``K``.
+        wrong: boolean ``[1]``, given with ``stamp``: becomes true if any stamp differs.
+    """
     for piece in layout.pieces:
         columns = out[:, piece.column : piece.column + piece.numel]
         parts = layout.elements(message, piece).unbind(1)
@@ -138,7 +117,7 @@ def sum_dense(
 def is_spoilt(
     message: Tensor, stamp: Tensor | None, wrong: Tensor | None, layout: DenseLayout
 ) -> Tensor | None:
-    """Whether rows become NaN, see :meth:`DenseOps.sum_dense`. Sets the flag if stamps differ."""
+    """Whether rows become NaN, see :func:`sum_dense`. Sets the flag if stamps differ."""
     if stamp is None:
         return wrong
     assert wrong is not None

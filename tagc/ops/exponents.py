@@ -41,9 +41,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-from torch import Tensor
 
 BLOCK = 64
 """Elements of a block."""
@@ -69,10 +66,6 @@ class ExponentLayout:
 
     numel: int
 
-    def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ValueError(f"numel must not be negative, got {self.numel}")
-
     @cached_property
     def blocks(self) -> int:
         """Number of blocks; the last one is padded."""
@@ -92,27 +85,3 @@ class ExponentLayout:
 def _whole(size: int) -> int:
     """Words of so many bytes, a multiple of 16 bytes."""
     return -(-size // 16) * 4
-
-
-class ExponentOps(Protocol):
-    """Tensors are preallocated; outputs may hold garbage before. Rows need unit stride only in
-    their last dimension; messages may be slices of wider buffers."""
-
-    def pack_exponents(self, rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> None:
-        """Write the messages of rows.
-
-        Args:
-            rows: ``[n, numel]`` bfloat16.
-            message: ``[n, raw_words]`` int32. A row that travels as it is fills its message; of the
-                others the first ``words`` are written.
-        """
-        ...
-
-    def unpack_exponents(self, message: Tensor, rows: Tensor, *, layout: ExponentLayout) -> None:
-        """Read the rows of messages. A damaged message makes any numbers of its own row.
-
-        Args:
-            message: ``[n, words]`` or ``[n, raw_words]`` int32.
-            rows: ``[n, numel]`` bfloat16, written.
-        """
-        ...

@@ -4,7 +4,6 @@ changes without keeping a copy."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,27 +23,17 @@ def fmix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-class FingerprintOps(Protocol):
-    """Fingerprints of shards."""
-
-    def fingerprint(
-        self, x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None
-    ) -> None:
-        """Take a fingerprint, or compare it with an earlier one.
-
-        Args:
-            x: ``[n]``, contiguous, of 2 or 4 bytes an element.
-            sums: ``[3]`` int64 zeros, which a kernel uses, and leaves as zeros.
-            before: ``[2]`` int64: where to write :func:`fingerprint`, or the earlier one.
-            changed: boolean, ``[1]``: becomes true if they differ.
-        """
-        ...
-
-
 def take_fingerprint(
     x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None
 ) -> None:
-    """See :meth:`FingerprintOps.fingerprint`."""
+    """Take a fingerprint, or compare it with an earlier one.
+
+    Args:
+        x: ``[n]``, contiguous, of 2 or 4 bytes an element.
+        sums: ``[3]`` int64 zeros, which a kernel uses, and leaves as zeros.
+        before: ``[2]`` int64: where to write :func:`fingerprint`, or the earlier one.
+        changed: boolean, ``[1]``: becomes true if they differ.
+    """
     now = fingerprint(x)
     if changed is None:
         before.copy_(now)

@@ -8,22 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from tagc.basics.warn import warn
-from tagc.ops.blocks import BlockOps
-from tagc.ops.dense import DenseOps
-from tagc.ops.exact import ExactOps
-from tagc.ops.exponents import ExponentOps
-from tagc.ops.fingerprint import FingerprintOps
-from tagc.ops.lag import LagOps
-from tagc.ops.matrix import MatrixOps
-from tagc.ops.merged import MergedOps
-from tagc.ops.sketch import SketchOps
-from tagc.ops.thresholds import ThresholdOps
+from tagc.ops import reference
 
 NAMES = ("auto", "reference", "cpu", "triton")
 # The first choice of "auto", by type of the device.
@@ -34,38 +25,31 @@ _RUNS_ON = {"cpu": "cpu", "triton": "cuda"}
 _LEAST_CAPABILITY = (8, 0)
 
 
-class Ops(
-    SketchOps,
-    BlockOps,
-    MatrixOps,
-    ExactOps,
-    ExponentOps,
-    LagOps,
-    ThresholdOps,
-    FingerprintOps,
-    DenseOps,
-    MergedOps,
-    Protocol,
-):
-    """All operators of an implementation."""
+class Ops(Protocol):
+    """All operators of an implementation. The reference's docstrings are their contract."""
 
-    def prepare(
-        self, operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
-    ) -> None:
-        """Compile the kernels of an operator, so that no step has to.
-
-        Args:
-            operator: its name; of those that come in pairs, either also stands for the other, and
-                ``encode`` for all of sketches.
-            layout: its layout.
-            dtypes: of what it codes, and of the residual, or None.
-            dithered: whether it rounds stochastically.
-        """
-        ...
-
-    def release(self) -> None:
-        """Free the buffers that are kept between calls; the next call makes new ones."""
-        ...
+    quantize = staticmethod(reference.quantize)
+    dequantize = staticmethod(reference.dequantize)
+    quantize_matrix = staticmethod(reference.quantize_matrix)
+    dequantize_matrix = staticmethod(reference.dequantize_matrix)
+    measure_exact = staticmethod(reference.measure_exact)
+    encode_exact = staticmethod(reference.encode_exact)
+    decode_exact = staticmethod(reference.decode_exact)
+    pack_exponents = staticmethod(reference.pack_exponents)
+    unpack_exponents = staticmethod(reference.unpack_exponents)
+    encode = staticmethod(reference.encode)
+    decode = staticmethod(reference.decode)
+    select = staticmethod(reference.select)
+    insert = staticmethod(reference.insert)
+    peel = staticmethod(reference.peel)
+    undo_lag = staticmethod(reference.undo_lag)
+    steer = staticmethod(reference.steer)
+    fingerprint = staticmethod(reference.fingerprint)
+    put_dense = staticmethod(reference.put_dense)
+    sum_dense = staticmethod(reference.sum_dense)
+    quantize_and_put = staticmethod(reference.quantize_and_put)
+    dequantize_and_sum = staticmethod(reference.dequantize_and_sum)
+    release = staticmethod(reference.release)
 
 
 ALIGNED = 16

@@ -23,67 +23,62 @@ from tagc.ops.program import Launch, Operator, Place, Step
 
 
 @dataclass(frozen=True)
-class Quantize(Operator):
-    """``(x, residual or None, message)``, with ``dithered`` also ``seeds``. See
-    :meth:`tagc.ops.blocks.BlockOps.quantize`."""
+class OfOps(Operator):
+    """An operator of :class:`tagc.ops.Ops`, whose docstring :mod:`tagc.ops.reference` has.
+
+    Attributes:
+        name: its name there.
+        options: its arguments that are no tensors.
+    """
 
     launches: ClassVar[bool] = True
+    name: ClassVar[str]
 
-    layout: BlockLayout
-    average: float = 0.0
-    dithered: bool = False
+    @property
+    def options(self) -> dict[str, Any]:
+        return vars(self)
 
     def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        quantize = partial(ops.quantize, layout=self.layout, average=self.average)
-        if not self.dithered:
-            return quantize
-        return lambda x, residual, message, seeds: quantize(x, residual, message, dither=seeds)
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        x, residual, *_ = (place and place.dtype for place in places)
-        assert x is not None
-        ops.prepare("quantize", self.layout, x, residual, dithered=self.dithered)
+        return partial(getattr(ops, self.name), **self.options)
 
 
 @dataclass(frozen=True)
-class QuantizeMatrix(Operator):
-    """``(x, residual or None, message)``. See :meth:`tagc.ops.matrix.MatrixOps.quantize_matrix`."""
+class Quantize(OfOps):
+    """``(x, residual or None, message)``, and ``seeds`` to round by chance."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "quantize"
+
+    layout: BlockLayout
+    average: float = 0.0
+
+
+@dataclass(frozen=True)
+class QuantizeMatrix(OfOps):
+    """``(x, residual or None, message)``."""
+
+    name: ClassVar[str] = "quantize_matrix"
 
     layout: AnyMatrices
     average: float = 0.0
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.quantize_matrix, layout=self.layout, average=self.average)
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        x, residual, _ = (place and place.dtype for place in places)
-        assert x is not None
-        ops.prepare("quantize_matrix", self.layout, x, residual)
-
 
 @dataclass(frozen=True)
-class QuantizeAndPut(Operator):
+class QuantizeAndPut(OfOps):
     """``(x, residual or None, message)`` as of ``quantize``, seeds or None, and the tensors of
-    :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows. See
-    :meth:`tagc.ops.merged.MergedOps.quantize_and_put`."""
+    :class:`Put`; also ``sums, before`` of :class:`Fingerprint`, if it is taken of the rows."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "quantize_and_put"
 
     quantize: Quantize | QuantizeMatrix
     dense: DenseLayout
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"layout": self.quantize.layout, "average": self.quantize.average}
-        return partial(ops.quantize_and_put, **options, dense=self.dense)
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        self.quantize.prepare(ops, *places[:3])
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**self.quantize.options, "dense": self.dense}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reads(Operator):
+class _Reads(OfOps):
     """``(messages, rows [n, columns])``: reads each of ``messages`` ``[n, words]`` to its own row;
     or with a ``divisor`` sums: of ``messages`` ``[W, words]`` to one row, or of ``[W, n, words]``
     to ``n`` rows.
@@ -92,146 +87,109 @@ class _Reads(Operator):
         divisor: divides sums; None for no sums.
     """
 
-    launches: ClassVar[bool] = True
-
     divisor: int | None = None
 
-    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
-        return tensor if argument else self._of_rows(tensor)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**vars(self), "divisor": self.divisor or 1}
 
-    def _of_rows(self, messages: Tensor) -> Tensor:
+    def adapted(self, argument: int, tensor: Tensor) -> Tensor:
         """Messages as ``[n, W, words]``."""
+        if argument:
+            return tensor
         if self.divisor is None:
-            return messages[:, None]  # each row is the sum of one message
-        return messages[None] if messages.dim() == 2 else messages.transpose(0, 1)
+            return tensor[:, None]  # each row is the sum of one message
+        return tensor[None] if tensor.dim() == 2 else tensor.transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decodes(_Reads):
+class Dequantize(_Reads):
     """See :class:`_Reads`.
 
     Attributes:
         add: whether decoded values are added to the rows.
     """
 
+    name: ClassVar[str] = "dequantize"
+
+    layout: BlockLayout
     add: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dequantize(_Decodes):
-    """See :class:`_Decodes` and :meth:`tagc.ops.blocks.BlockOps.dequantize`."""
+class DequantizeMatrix(_Reads):
+    """See :class:`Dequantize`."""
 
-    layout: BlockLayout
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"divisor": self.divisor or 1, "add": self.add}
-        return partial(ops.dequantize, layout=self.layout, **options)
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        rows = places[1]
-        assert rows is not None
-        ops.prepare("dequantize", self.layout, rows.dtype, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DequantizeMatrix(_Decodes):
-    """See :class:`_Decodes` and :meth:`tagc.ops.matrix.MatrixOps.dequantize_matrix`."""
+    name: ClassVar[str] = "dequantize_matrix"
 
     layout: AnyMatrices
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"divisor": self.divisor or 1, "add": self.add}
-        return partial(ops.dequantize_matrix, layout=self.layout, **options)
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        _, rows = places
-        assert rows is not None
-        ops.prepare("dequantize_matrix", self.layout, rows.dtype, None)
+    add: bool = False
 
 
 @dataclass(frozen=True)
-class DequantizeAndSum(Operator):
+class DequantizeAndSum(OfOps):
     """``(messages, rows)`` as of ``dequantize``, and the tensors of :class:`Sum`; also ``sent`` and
-    ``out`` of :class:`UndoLag`, if it follows. See
-    :meth:`tagc.ops.merged.MergedOps.dequantize_and_sum`."""
+    ``out`` of :class:`UndoLag`, if it follows."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "dequantize_and_sum"
 
     dequantize: Dequantize | DequantizeMatrix
     dense: DenseLayout
     lead: float = 1.0
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        options = {"divisor": self.dequantize.divisor or 1, "add": self.dequantize.add}
-        layout, both = self.dequantize.layout, {"dense": self.dense, "lead": self.lead}
-        return partial(ops.dequantize_and_sum, layout=layout, **options, **both)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**self.dequantize.options, "dense": self.dense, "lead": self.lead}
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
         if argument < 4:  # messages and rows, of the codes and of the pieces
             return self.dequantize.adapted(argument % 2, tensor)
         return tensor if argument < 6 else tensor[0]  # of a lag, there is one row
 
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        self.dequantize.prepare(ops, *places[:2])
-
 
 @dataclass(frozen=True)
-class _Exact(Operator):
-    """An operator of :class:`tagc.ops.exact.ExactOps`."""
+class MeasureExact(OfOps):
+    """``(new, old, plan)``."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "measure_exact"
 
     layout: ExactLayout
 
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare("encode_exact")
 
+@dataclass(frozen=True)
+class EncodeExact(OfOps):
+    """``(new, old, plan, message)``."""
 
-class MeasureExact(_Exact):
-    """``(new, old, plan)``. See :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    name: ClassVar[str] = "encode_exact"
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.measure_exact, layout=self.layout)
-
-
-class EncodeExact(_Exact):
-    """``(new, old, plan, message)``. See :meth:`tagc.ops.exact.ExactOps.encode_exact`."""
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.encode_exact, layout=self.layout)
-
-
-class DecodeExact(_Exact):
-    """``(messages, rows)``. See :meth:`tagc.ops.exact.ExactOps.decode_exact`."""
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.decode_exact, layout=self.layout)
+    layout: ExactLayout
 
 
 @dataclass(frozen=True)
-class _Exponents(Operator):
-    """An operator of :class:`tagc.ops.exponents.ExponentOps`."""
+class DecodeExact(OfOps):
+    """``(messages, rows)``."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "decode_exact"
+
+    layout: ExactLayout
+
+
+@dataclass(frozen=True)
+class PackExponents(OfOps):
+    """``(rows, message)``."""
+
+    name: ClassVar[str] = "pack_exponents"
 
     layout: ExponentLayout
 
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare("pack_exponents")
 
+@dataclass(frozen=True)
+class UnpackExponents(OfOps):
+    """``(messages, rows)``."""
 
-class PackExponents(_Exponents):
-    """``(rows, message)``. See :meth:`tagc.ops.exponents.ExponentOps.pack_exponents`."""
+    name: ClassVar[str] = "unpack_exponents"
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.pack_exponents, layout=self.layout)
-
-
-class UnpackExponents(_Exponents):
-    """``(messages, rows)``. See :meth:`tagc.ops.exponents.ExponentOps.unpack_exponents`."""
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.unpack_exponents, layout=self.layout)
+    layout: ExponentLayout
 
 
 @dataclass(frozen=True)
@@ -252,27 +210,22 @@ class ScalesAbove(Operator):
 
 
 @dataclass(frozen=True)
-class Put(Operator):
-    """``(x [D, columns], message [D, words], stamp or None)``: uncompressed pieces. See
-    :meth:`tagc.ops.dense.DenseOps.put_dense`."""
+class Put(OfOps):
+    """``(x [D, columns], message [D, words], stamp or None)``: uncompressed pieces."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "put_dense"
 
     layout: DenseLayout
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.put_dense, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sum(_Reads):
-    """``(messages, rows, stamp or None, flag or None)``: uncompressed pieces. See :class:`_Reads`
-    and :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
+    """``(messages, rows, stamp or None, flag or None)``: uncompressed pieces. See
+    :class:`_Reads`."""
+
+    name: ClassVar[str] = "sum_dense"
 
     layout: DenseLayout
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.sum_dense, layout=self.layout, divisor=self.divisor or 1)
 
 
 def together(rows: Place, steps: Iterable[Step]) -> list[Step]:
@@ -430,14 +383,10 @@ class SeedsOf(Operator):
 
 
 @dataclass(frozen=True)
-class Fingerprint(Operator):
-    """``(x [1, n], sums [3] int64, before [2] int64)``, and ``changed`` to compare. See
-    :meth:`tagc.ops.fingerprint.FingerprintOps.fingerprint`."""
+class Fingerprint(OfOps):
+    """``(x [1, n], sums [3] int64, before [2] int64)``, and ``changed`` to compare."""
 
-    launches: ClassVar[bool] = True
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return ops.fingerprint
+    name: ClassVar[str] = "fingerprint"
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
         return tensor[0] if argument == 0 else tensor
@@ -494,20 +443,15 @@ class Divide(Operator):
 
 
 @dataclass(frozen=True)
-class UndoLag(Operator):
-    """``(decoded [1, n], sent [1, n], out [1, n])``. See :meth:`tagc.ops.lag.LagOps.undo_lag`."""
+class UndoLag(OfOps):
+    """``(decoded [1, n], sent [1, n], out [1, n])``."""
+
+    name: ClassVar[str] = "undo_lag"
 
     lead: float
-    launches: ClassVar[bool] = True
-
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        return partial(ops.undo_lag, lead=self.lead)
 
     def adapted(self, argument: int, tensor: Tensor) -> Tensor:
         return tensor[0]
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare("undo_lag")
 
 
 @dataclass(frozen=True)

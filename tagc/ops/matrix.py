@@ -42,9 +42,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, Self
-
-from torch import Tensor
+from typing import Self
 
 BITS = (1, 2)
 # By bits: half the distance between the values of neighbouring codes, in units of the mean
@@ -76,7 +74,7 @@ class MatrixLayout:
 
     Attributes:
         rows, columns: size of the part of the matrix that a shard holds.
-        bits: bits of a code.
+        bits: bits of a code, one of ``BITS``.
         level: factor on the values that codes stand for. Above 1, a message carries more of the
             residual, and more noise.
         count: number of matrices of this shape, one after the other in a row of a tensor. Each has
@@ -88,16 +86,6 @@ class MatrixLayout:
     bits: int = 1
     level: float = 1.0
     count: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rows < 0 or self.columns < 1:
-            raise ValueError(f"a matrix has columns, got {self.rows} x {self.columns}")
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, got {self.count}")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
-        if not 0.25 <= self.level < 4:
-            raise ValueError(f"level must be in [0.25, 4), got {self.level}")
 
     @property
     def one(self) -> Self:
@@ -206,72 +194,3 @@ def shard_shape(shape: tuple[int, ...], dim: int, numel: int) -> tuple[int, int]
         columns = math.prod(shape[1:])
         return numel // columns, columns
     return shape[0], numel // shape[0]
-
-
-class MatrixOps(Protocol):
-    """Tensors are preallocated; outputs may hold garbage before. Rows need unit stride only in
-    their last dimension; messages may be slices of wider buffers."""
-
-    def quantize_matrix(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        message: Tensor,
-        *,
-        layout: AnyMatrices,
-        average: float,
-    ) -> None:
-        """Accumulate and quantize matrices for each destination; the residual keeps the
-        quantization error.
-
-        Per destination and matrix, all in float32, with ``x = float32(grad) + float32(residual)``
-        and ``u``, the magnitude of ``x``, at most ``LARGEST``, or 0 where ``x`` is not finite:
-
-        1. Sum ``u`` over each column, in ``COLUMN_LANES`` lanes.
-        2. With ``t`` the float32 bits of a column's sum plus 2**21, shifted right by 22, the
-           column's 4 bits are ``t - max(t) + 15``, at least 0.
-        3. ``a``, about the biased exponent of an element's mean magnitude in units of ``v``, is
-           ``max(t)`` shifted right by 1, minus the logarithm of the number of rows, rounded down.
-           The base is ``8 * a - CENTRE`` (it includes finite elements of rows that are not finite).
-           If ``a`` is below ``MIN_EXPONENT``, the base is 0, and all finite rows are ``NOTHING``.
-        4. A row's scale is the sum of ``u * v`` divided by that of ``v * v`` if ``fitted``, else
-           the sum of ``u`` divided by that of ``v`` (in the order of
-           :attr:`MatrixLayout.word_lanes`), times ``float32(distance)``. With ``t`` the bits of the
-           scale plus 2**19, shifted right by 20, the row's byte is ``t - base``, at most 254. It is
-           ``NOTHING`` if that is below 1, and ``NOT_FINITE`` if the row has an element that is not
-           finite. Rows with ``NOTHING`` or ``NOT_FINITE`` have codes 0.
-        5. Codes are ``floor(y * 0.5)``, clipped, with ``y = (x * (1 / f)) * (1 / v)``, which rounds
-           four times.
-        6. ``left = x - (2 q + 1) * f * v``, rounded once. It becomes the residual as in
-           :meth:`tagc.ops.blocks.BlockOps.quantize`. Rows that are not finite keep their residual.
-
-        Args:
-            grad: ``[D, numel]`` float32, bfloat16 or float16.
-            residual: ``[D, numel]`` float32 or bfloat16, updated in place; None
-                for no feedback.
-            message: ``[D, words]`` int32, written; padding is 0.
-            average: share of the old residual that stays, in [0, 1); LoCo's beta.
-        """
-        ...
-
-    def dequantize_matrix(
-        self,
-        message: Tensor,
-        out: Tensor,
-        *,
-        layout: AnyMatrices,
-        divisor: int,
-        add: bool = False,
-    ) -> None:
-        """Add up messages: ``out[k] = (sum over r of the values of message k, r) / divisor``.
-
-        Terms are exact in float32; they are added in the order of ``r``, starting from the first,
-        then divided (IEEE), then rounded to ``out``'s dtype. Rows that are ``NOTHING`` are +0. Rows
-        that are ``NOT_FINITE`` are NaN.
-
-        Args:
-            message: ``[K, R, words]`` int32.
-            out: ``[K, numel]`` float32, bfloat16 or float16, written.
-            add: as in :meth:`tagc.ops.blocks.BlockOps.dequantize`.
-        """
-        ...

@@ -138,9 +138,6 @@ class Operator:
         bound, unless the tensor comes late.)"""
         return tensor
 
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        """Compile what a launch with these places calls, if an implementation compiles."""
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -299,12 +296,6 @@ class Program:
         """32-bit words of the longest message that leaves the host."""
         sends = (s for s in self.sends if s.level != "inside")
         return max((s.inp.numel * s.inp.dtype.itemsize // 4 for s in sends), default=0)
-
-    def prepare(self, ops: Ops) -> None:
-        """Compile what its launches call, if an implementation compiles."""
-        for step in self.steps:
-            if isinstance(step, Launch):
-                step.operator.prepare(ops, *step.places)
 
     def __str__(self) -> str:
         lines = (f"{i:3} {step}" for i, step in enumerate(self.steps))

@@ -192,7 +192,7 @@ def _waiting(unit: UnitPlan) -> int:
 
 def _moments(unit: UnitPlan) -> Iterator[int]:
     """The temporary bytes of each segment."""
-    dtype, half = unit.info.dtype, unit.info.dtype == torch.float16
+    half = unit.info.dtype == torch.float16
     flights = unit.flights.values() if unit.info.world_size > 1 else ()
     for messages, segment in ((m, s) for m in flights for s in m.segments):
         codec, feedback = segment.codec, segment.codec.feedback
@@ -202,7 +202,7 @@ def _moments(unit: UnitPlan) -> Iterator[int]:
             yield max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
             continue
         adds_up = messages.rows == 1  # otherwise each message fills a row of its own
-        after = 0 if feedback is None else feedback.scratch_bytes(segment.columns, dtype)
+        after = 0 if feedback is None else feedback.scratch_bytes(segment.columns)
         if half and adds_up and codec.compressed:
             # Two masks of the finite values of a sum in float32, one of the others, and a result.
             after = max(after, 13 * segment.columns)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tagc.codecs import Span
-from tagc.codecs.feedback import OWNER_RESIDUAL, FeedbackRule, LeadFeedback
+from tagc.codecs.feedback import OWNER_RESIDUAL, FeedbackRule
 from tagc.codecs.quantized import SEED_STEP, QuantizedPlan, Stage
 from tagc.codecs.sketch import COUNTING, Sketches, SketchPlan
 from tagc.ops.dense import STAMP_WORDS, DenseLayout
@@ -414,7 +414,7 @@ class Reductions:
         else:
             yield from codec.summing(received[span.words], decoded, divisor)
         wide, start = decoded, self._starts[id(segment)]
-        if isinstance(rule, LeadFeedback):
+        if rule is not None and owner_state is not None:
             wide = decoded if half else columns
             sent = Place(f"{owner_state}.{start}", (1, segment.columns), torch.float32, "state")
             yield Launch(UndoLag(rule.lead), (decoded, sent, wide), codec.name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support import oracle
 from support.launching import launch
-from tagc.codecs.sketch.plan import SLACK, quantization_step
+from tagc.codecs.sketch.plan import SLACK, step_scale
 from tagc.codecs.sketch.threshold import (
     Goals,
     mean_threshold,
@@ -23,7 +23,7 @@ from tagc.ops import ABOVE, KEPT, get_ops
 from tagc.ops.program import Place
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, STATES, THRESHOLD
+from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, STATES, THRESHOLD, step_of
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
@@ -93,7 +93,7 @@ class Run:
         else:
             samples = [sampled_threshold(g, SYMBOL.lanes, self.density)[None] for g in grads]
             self.threshold.copy_(mean_threshold(torch.stack(samples)))
-        quantum = quantization_step(self.threshold[0], SYMBOL, self.levels)
+        quantum = step_of(self.threshold[0], step_scale(SYMBOL, self.levels))
         seed = torch.tensor([self.steps], dtype=torch.int32)
         for rank, grad in enumerate(grads):
             OPS.encode(
@@ -198,7 +198,7 @@ def test_sampled_threshold_is_about_the_quantile(density, lanes, dtype):
 @examples
 def test_quantization_step(threshold, symbol, world):
     levels = symbol.levels(world)
-    step = quantization_step(torch.tensor([threshold]), symbol, levels)
+    step = step_of(torch.tensor([threshold]), step_scale(symbol, levels))
     assert step.dtype == torch.float32
     exponent = math.floor(math.log2(math.frexp(threshold)[0] * 2)) + math.frexp(threshold)[1] - 1
     assert step.item() == 2.0 ** (exponent - symbol.step_shift(levels))

@@ -16,13 +16,13 @@ from torch import Tensor
 from support import oracle
 from support.edges import BF16, F32, blocks, both_ways, changed, encoding, matrix
 from support.trials import Case, case_with
-from tagc.codecs.sketch.plan import quantization_step
+from tagc.codecs.sketch.plan import step_scale
 from tagc.ops import get_ops
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.launches import Copy, Subtract, copy_or_spoil, subtract_at_once
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD
+from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD, step_of
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 examples = settings(deadline=None, max_examples=25, derandomize=True)
@@ -99,7 +99,7 @@ def test_what_matrices_send_plus_what_stays_is_what_was_there(pairs, rows, level
         assert bool((after <= before * (1 + 2.0**-20) + 2.0**-200).all())
 
 
-# The smallest threshold for which every |x| up to 2048 is below 2**24 steps, see SketchOps.encode.
+# The smallest threshold for which every |x| up to 2048 is below 2**24 steps, see `encode`.
 CONSERVED = [("int8x4", F32, 2.0**-6), ("int16x2", F32, 2.0**-4), ("int32x1", F32, 2.0**5)]
 small = st.floats(-1024, 1024, width=32)
 
@@ -116,7 +116,7 @@ def test_what_sketches_send_plus_what_stays_is_what_was_there(pairs, form, octav
     grad, residual = torch.tensor(pairs).T.contiguous()[:, None]
     symbol, grad = SYMBOLS[name], grad.to(BF16 if name == "int16x2" else F32)
     levels, threshold = symbol.levels(1), torch.tensor([least * 2.0**octaves])
-    step = quantization_step(threshold, symbol, levels)
+    step = step_of(threshold, step_scale(symbol, levels))
     made = encoding((name, grad.dtype, dtype), len(pairs), "room for all", W=1)
     made.tensors.update(grad=grad, residual=residual, threshold=threshold, step=step)
     encode, decode = map(run, both_ways(changed(made, levels=levels, capacity=room), 1))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.units import gathered
-from tagc.codecs.feedback import FeedbackRule, LeadFeedback
+from tagc.codecs.feedback import FeedbackRule
 from tagc.collect.reducer_state import ReducerState
 from tagc.plan import Segment, UnitPlan, slices_of
 from tagc.plan.param_slices import ParamSlice, param_slices
@@ -92,10 +92,8 @@ class Accounts:
         reducer, plan = self.reducer, self.reducer.plan
         states = _each(of, reducer.rules, reducer.owner_states)
         for i, last in states.items():
-            rule = reducer.rules[i]
-            assert isinstance(rule, LeadFeedback)
-            assert rule.lead is not None
-            states[i] = (1 - rule.lead) / rule.lead * last
+            lead = reducer.rules[i].lead
+            states[i] = (1 - lead) / lead * last
         ahead = laid_out(plan, states, row=dist.get_rank())[0]
         if plan.shots is not None:
             ahead = gathered(ahead).sum(0)

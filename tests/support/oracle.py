@@ -120,7 +120,7 @@ def rounded_up(s: np.ndarray) -> np.ndarray:
 
 
 def quantize_row(x: np.ndarray, bits: int, block: int, seed: int | None = None) -> np.ndarray:
-    """What arrives ``[n]`` of ``BlockOps.quantize`` for float32 ``x`` ``[n]``; float64, NaN where
+    """What arrives ``[n]`` of ``quantize`` for float32 ``x`` ``[n]``; float64, NaN where
     the scale is NaN. With a seed, codes are dithered.
 
     In float64 products of float32 are exact; ``np.float32`` rounds them once.

@@ -30,7 +30,7 @@ from tagc.codecs.sketch.threshold import (
 )
 from tagc.codecs.state import part_of
 from tagc.ops import COUNTS, KEPT, Ops
-from tagc.ops.launches import Advance, Copy, Set
+from tagc.ops.launches import Advance, Copy, OfOps, Set
 from tagc.ops.program import (
     OWN,
     Collective,
@@ -54,42 +54,26 @@ COUNTING = "counts"
 
 
 @dataclass(frozen=True)
-class EncodeSketch(Operator):
-    """``(x, residual or None, threshold, step, seed, index, cells, counts, support or None)``. See
-    :meth:`tagc.ops.sketch.SketchOps.encode`."""
+class EncodeSketch(OfOps):
+    """``(x, residual or None, threshold, step, seed, index, cells, counts, support or None)``."""
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "encode"
 
     layout: SketchLayout
     levels: int
     capacity: int
 
-    def bound(self, ops: Ops, own: int) -> Callable[..., object]:
-        encode = partial(ops.encode, layout=self.layout, levels=self.levels, capacity=self.capacity)
-
-        def encode_into(*tensors: Any) -> None:
-            *others, support = tensors
-            encode(*others, support=support)
-
-        return encode_into
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        x, residual, *_ = (place and place.dtype for place in places)
-        assert x is not None
-        ops.prepare("encode", self.layout, x, residual)
-
 
 @dataclass(frozen=True)
-class DecodeSketch(Operator):
-    """``(index, cells [1, c], step, seed, out [1, n], residual [1, n] or None, stats)``. See
-    :meth:`tagc.ops.sketch.SketchOps.decode`.
+class DecodeSketch(OfOps):
+    """``(index, cells [1, c], step, seed, out [1, n], residual [1, n] or None, stats)``.
 
     Attributes:
         for_all: whether all ranks decode the same. Then only the first adds what it could not
             decode to its residual.
     """
 
-    launches: ClassVar[bool] = True
+    name: ClassVar[str] = "decode"
 
     layout: SketchLayout
     divisor: int
@@ -146,7 +130,7 @@ class Sketches:
 
     Attributes:
         spans: the segments.
-        controller: the thresholds' state, see :meth:`tagc.ops.thresholds.ThresholdOps.steer`.
+        controller: the thresholds' state, see :func:`tagc.ops.reference.steer`.
         supports: the shared supports, by number of the segment.
     """
 

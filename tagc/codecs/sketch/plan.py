@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-from torch import Tensor
-
 from tagc.codecs.config import CodecConfig, Density, Steps
 from tagc.codecs.plan import CodecPlan, PlanRequest, aligned
 from tagc.ops import COUNTS
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import Symbol, resolve_symbol
-from tagc.ops.thresholds import step_of
 
 # Capacity relative to the target density: groups that a step selects beyond it wait.
 SLACK = 1.0625
@@ -34,6 +31,7 @@ class SketchConfig(CodecConfig):
     """
 
     feedback_kinds: ClassVar[tuple[str, ...]] = ("residual", "none")
+    selects: ClassVar[bool] = True
 
     kind: Literal["sketch"] = "sketch"
     """The codec's name."""
@@ -45,11 +43,6 @@ class SketchConfig(CodecConfig):
     """Whether a rank keeps its own largest groups, or those that the shard's owner chose."""
     warmup_steps: Steps = 0
     """How many of the first reductions are dense; a unit uses the longest warm-up of its rules."""
-
-    @property
-    def selects(self) -> bool:
-        """See :attr:`CodecConfig.selects`."""
-        return True
 
     @property
     def shares_support(self) -> bool:
@@ -64,18 +57,6 @@ def capacity_for(density: float, groups: int) -> int:
 def step_scale(symbol: Symbol, levels: int) -> float:
     """The ratio of the quantization step to the largest power of two up to the threshold."""
     return 2.0 ** -symbol.step_shift(levels)
-
-
-def quantization_step(threshold: Tensor, symbol: Symbol, levels: int) -> Tensor:
-    """``2**(floor(log2(threshold)) - symbol.step_shift(levels))``, exactly.
-
-    Args:
-        threshold: float32, within the bounds of :mod:`tagc.ops.thresholds`.
-
-    Returns:
-        float32 of the same shape.
-    """
-    return step_of(threshold, step_scale(symbol, levels))
 
 
 @dataclass(frozen=True, kw_only=True)

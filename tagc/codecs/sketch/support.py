@@ -28,7 +28,7 @@ from tagc.ops.sketch import SketchLayout
 @dataclass(frozen=True)
 class Select(Operator):
     """``(owed [1, n], threshold [1], bitmap [1, words], counts [D, 4])``: the largest groups. The
-    counts are the same in every row. See :meth:`tagc.ops.sketch.SketchOps.select`."""
+    counts are the same in every row. See :func:`tagc.ops.reference.select`."""
 
     layout: SketchLayout
     capacity: int

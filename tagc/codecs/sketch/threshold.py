@@ -2,7 +2,7 @@
 
 Every rank selects with the same threshold. An all-reduce sums the ranks' counts in each step; in
 the next step, all ranks move the threshold by these sums in the same way
-(:meth:`tagc.ops.thresholds.ThresholdOps.steer`).
+(:func:`tagc.ops.reference.steer`).
 
 The count falls with the threshold at very different rates: like its square for raw gradients, like
 its tenth power for a residual that piled up just below. So the exponent of the correction is
@@ -100,7 +100,7 @@ STATES = {"threshold": THRESHOLD, "boost": BOOST, "bias": BIAS, "exponent": EXPO
 @dataclass(frozen=True)
 class Steer(Operator):
     """``(counts [segments, D, 4], goals [4, segments], state)``. See
-    :meth:`tagc.ops.thresholds.ThresholdOps.steer`.
+    :func:`tagc.ops.reference.steer`.
 
     Attributes:
         fixes: whether any segment has no bias but 1.
@@ -115,9 +115,6 @@ class Steer(Operator):
                 state[BIAS].masked_fill_(goals[3, :, None] == 0, 1.0)
 
         return steer
-
-    def prepare(self, ops: Ops, *places: Place | None) -> None:
-        ops.prepare("steer")
 
 
 @dataclass(frozen=True)

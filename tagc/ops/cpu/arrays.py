@@ -9,7 +9,6 @@ constant by which LLVM unrolls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,25 @@ from tagc.basics.files import locked
 U, N, F = np.uint32, np.uint64, np.float32
 ABS, INF = U(0x7FFFFFFF), U(0x7F800000)
 """Mask of a float32's magnitude, and the bits of infinity. Magnitudes sort like their bits."""
-# Nothing calls the kernels from C. numba's type stub lacks some options.
-compiled = njit(  # pyright: ignore[reportCallIssue]
-    nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True, error_model="numpy"
-)
 Group = tuple[int, ...]
 
 
-def once_a_host(compile_for: Callable[..., None]) -> Callable[..., None]:
-    """Let one process at a time compile for the same arguments. The ranks that wait then find the
-    kernels in numba's cache."""
-    # Beside the compiled kernels: if no file can be written here, numba cannot write its cache.
-    folder = Path(__file__).parent / "__pycache__"
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, which is compiled when it is first called with arguments of new types. One process
+    of a host compiles; the ranks that wait then find the kernel in numba's cache."""
+    # Nothing calls the kernels from C. numba's type stub lacks some options.
+    kernel: Any = njit(  # pyright: ignore[reportCallIssue]
+        nogil=True, cache=True, boundscheck=False, no_cfunc_wrapper=True, error_model="numpy"
+    )(function)
+    compile_for = kernel.compile
 
-    @cache
-    @wraps(compile_for)
-    def once(*arguments: Any) -> None:
-        with locked(folder, f"{compile_for.__module__} {arguments}"):
-            compile_for(*arguments)
+    def once_a_host(types: Any) -> Any:
+        # Beside the compiled kernels: if no file can be written here, numba cannot write its cache.
+        with locked(Path(__file__).parent / "__pycache__", f"{function.__qualname__} {types}"):
+            return compile_for(types)
 
-    return once
+    kernel.compile = once_a_host
+    return kernel
 
 
 def group_of(lanes: int) -> Group:

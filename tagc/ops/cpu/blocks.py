@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 from torch import Tensor
 
-from tagc.ops.blocks import MIN_BLOCK, BlockLayout
+from tagc.ops.blocks import BlockLayout
 from tagc.ops.cpu.arrays import (
     ABS,
     INF,
@@ -23,7 +23,6 @@ from tagc.ops.cpu.arrays import (
     group_of,
     load,
     numpy_of,
-    once_a_host,
     rows_of,
     shift_left,
     shift_right,
@@ -41,10 +40,10 @@ def quantize(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
+    dither: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
-    dither: Tensor | None = None,
 ) -> None:
     g, e = numpy_of(widened(grad)), numpy_of(residual)
     scales = message[:, : layout.scale_words].view(torch.uint16).numpy()  # low halves first
@@ -71,20 +70,6 @@ def dequantize(
         )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
-
-
-@once_a_host
-def compile_blocks(
-    bits: int, gradient: torch.dtype, residual: torch.dtype | None, dithered: bool
-) -> None:
-    """Run both operators once on the smallest input of these dtypes."""
-    layout = BlockLayout(numel=1, bits=bits, block=MIN_BLOCK)
-    grad = torch.ones(1, 1, dtype=gradient, device="cpu")
-    left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")
-    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
-    seeds = torch.zeros(1, dtype=torch.int32, device="cpu") if dithered else None
-    quantize(grad, left, message, layout=layout, average=0.0, dither=seeds)
-    dequantize(message[None], grad, layout=layout, divisor=1)
 
 
 @register_jitable

@@ -11,8 +11,8 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import N, U, compiled, once_a_host, words_of
-from tagc.ops.exact import CLASSES, MANTISSA, MIN_BLOCK, ExactLayout
+from tagc.ops.cpu.arrays import N, U, compiled, words_of
+from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
 
 S, H = np.int16, np.uint16
 _BINS = CLASSES * 32
@@ -46,17 +46,6 @@ def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
 def _bits(x: Tensor) -> np.ndarray:
     """``[numel]`` uint16."""
     return x.view(torch.uint16).numpy()
-
-
-@once_a_host
-def compile_exact() -> None:
-    layout = ExactLayout(spans=(4 * MIN_BLOCK,), dtype=torch.bfloat16, block=MIN_BLOCK)
-    old = torch.ones(1, layout.numel, dtype=layout.dtype, device="cpu")
-    plan = torch.empty(1, layout.plan_words, dtype=torch.int32, device="cpu")
-    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
-    measure_exact(old, old, plan, layout=layout)
-    encode_exact(old, old, plan, message, layout=layout)
-    decode_exact(message, old, layout=layout)
 
 
 @register_jitable(inline="always")
@@ -101,7 +90,7 @@ def _lower_bits(n, fill):
 
 @register_jitable
 def _table(counts, table):
-    """Choose a span's widths; see :meth:`tagc.ops.exact.ExactOps.measure_exact`. Returns the number
+    """Choose a span's widths; see :func:`tagc.ops.reference.measure_exact`. Returns the number
     of classes that have any.
 
     Args:
@@ -137,7 +126,7 @@ def _table(counts, table):
 
 @compiled
 def _measure(new, old, spans, block, mantissa, most, plan):
-    """See :meth:`tagc.ops.exact.ExactOps.measure_exact`.
+    """See :func:`tagc.ops.reference.measure_exact`.
 
     Args:
         new, old: ``[numel]`` uint16.
@@ -240,7 +229,7 @@ def _put(buffer, at, value):
 
 @compiled
 def _encode(new, old, spans, block, mantissa, most, plan, message):
-    """See :meth:`tagc.ops.exact.ExactOps.encode_exact`.
+    """See :func:`tagc.ops.reference.encode_exact`.
 
     Args:
         message: ``[capacity]`` uint32, written.
@@ -391,7 +380,7 @@ def _put_escaped(z, classes, table, hits, count, buffer, at):
 
 @compiled
 def _decode(message, row, spans, block, mantissa, most, blocks):
-    """See :meth:`tagc.ops.exact.ExactOps.decode_exact`.
+    """See :func:`tagc.ops.reference.decode_exact`.
 
     Args:
         message: ``[capacity]`` uint32.

@@ -9,7 +9,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import N, U, compiled, once_a_host
+from tagc.ops.cpu.arrays import N, U, compiled
 from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
 
 B, H = np.uint8, np.uint16
@@ -42,15 +42,6 @@ def unpack_exponents(message: Tensor, rows: Tensor, *, layout: ExponentLayout) -
 def _bits(row: Tensor) -> np.ndarray:
     """``[numel]`` uint16."""
     return row.view(torch.uint16).numpy()
-
-
-@once_a_host
-def compile_exponents() -> None:
-    layout = ExponentLayout(numel=_BLOCK)
-    rows = torch.ones(1, layout.numel, dtype=torch.bfloat16, device="cpu")
-    message = torch.empty(1, layout.raw_words, dtype=torch.int32, device="cpu")
-    pack_exponents(rows, message, layout=layout)
-    unpack_exponents(message, rows, layout=layout)
 
 
 @register_jitable

@@ -6,7 +6,6 @@ Gradient and residual are read twice, because a row's codes need the scales of a
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from tagc.ops.cpu.arrays import (
     group_of,
     load,
     numpy_of,
-    once_a_host,
     rows_of,
     shift_left,
     shift_right,
@@ -41,7 +39,6 @@ from tagc.ops.matrix import (
     NOT_FINITE,
     NOTHING,
     AnyMatrices,
-    MatrixLayout,
     parts_of,
 )
 
@@ -91,17 +88,6 @@ def dequantize_matrix(
             )  # fmt: skip
     if wide is not out:
         out.copy_(wide)
-
-
-@once_a_host
-def compile_matrix(bits: int, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run both operators once on the smallest input of these dtypes."""
-    layout = MatrixLayout(rows=1, columns=1, bits=bits)
-    grad = torch.ones(1, 1, dtype=gradient, device="cpu")
-    left = None if residual is None else torch.zeros(1, 1, dtype=residual, device="cpu")
-    message = torch.empty(1, layout.words, dtype=torch.int32, device="cpu")
-    quantize_matrix(grad, left, message, layout=layout, average=0.0)
-    dequantize_matrix(message[None], grad, layout=layout, divisor=1)
 
 
 # LLVM inlines the helpers; numba's own inlining warns of assignments in loops and branches.

@@ -15,7 +15,6 @@ from tagc.ops.cpu.arrays import (
     group_of,
     load,
     numpy_of,
-    once_a_host,
     store,
     store_finite,
     widened,
@@ -23,8 +22,7 @@ from tagc.ops.cpu.arrays import (
 )
 from tagc.ops.cpu.peeling import cell_of, recover, salts_of
 from tagc.ops.cpu.selecting import choose, keys_of, measure, quantize_groups
-from tagc.ops.sketch import COUNTS, SketchLayout, plan_layout
-from tagc.ops.symbols import SYMBOLS
+from tagc.ops.sketch import SketchLayout
 
 _NO_SUPPORT = np.empty(0, np.uint32)
 
@@ -43,11 +41,11 @@ def encode(
     index: Tensor,
     cells: Tensor,
     counts: Tensor,
+    support: Tensor | None = None,
     *,
     layout: SketchLayout,
     levels: int,
     capacity: int,
-    support: Tensor | None = None,
 ) -> None:
     g, e, words = numpy_of(widened(grad)), numpy_of(residual), words_of(index)
     group = group_of(layout.symbol.lanes)
@@ -135,26 +133,6 @@ def peel(
         values, done, _ = recover(keys, salts, layout.partition, cells.numpy().copy())
         symbols.numpy()[keys], stuck.numpy()[keys] = values, done == 0
     return symbols, stuck
-
-
-@once_a_host
-def compile_sketch(name: str, gradient: torch.dtype, residual: torch.dtype | None) -> None:
-    """Run encode, select and decode on small inputs."""
-    symbol = SYMBOLS[name]
-    one = torch.ones(1, dtype=torch.float32, device="cpu")
-    seed = torch.zeros(1, dtype=torch.int32, device="cpu")
-    counts = torch.empty(1, COUNTS, dtype=torch.int32, device="cpu")
-    stats = torch.empty(2, dtype=torch.int32, device="cpu")
-    layout = plan_layout(32 * symbol.lanes, symbol, 1)
-    columns = torch.ones(1, layout.numel, dtype=gradient, device="cpu")
-    left = None if residual is None else torch.zeros_like(columns, dtype=residual)
-    index = torch.empty(1, layout.index_words, dtype=torch.int32, device="cpu")
-    cells = torch.empty(1, layout.cells, dtype=torch.int32, device="cpu")
-    encode(columns, left, one, one, seed, index, cells, counts, layout=layout, levels=1, capacity=1)
-    if left is not None:
-        select(left, one, index[:, :-1], counts, layout=layout, capacity=1)
-    row = None if left is None else left[0]
-    decode(index, cells[0], one, seed, columns[0], row, stats, layout=layout, divisor=1)
 
 
 @compiled

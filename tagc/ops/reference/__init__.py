@@ -1,56 +1,30 @@
-"""Eager torch, the specification of :class:`tagc.ops.Ops`: readable, on any device and dtype."""
+"""Eager torch, the specification of the operators: readable, on any device and dtype.
 
+Its docstrings are the contract of all implementations. Tensors are preallocated, and outputs may
+hold garbage before. Rows need unit stride only in their last dimension: messages may be slices of
+wider buffers.
+"""
+
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 
+from tagc.ops import merged
 from tagc.ops.dense import put_dense, sum_dense
 from tagc.ops.fingerprint import take_fingerprint as fingerprint
-from tagc.ops.merged import merged
+from tagc.ops.lag import undo_lag
 from tagc.ops.reference.blocks import dequantize, quantize
 from tagc.ops.reference.exact import decode_exact, encode_exact, measure_exact
 from tagc.ops.reference.exponents import pack_exponents, unpack_exponents
-from tagc.ops.reference.lag import undo_lag
 from tagc.ops.reference.matrix import dequantize_matrix, quantize_matrix
 from tagc.ops.reference.sketch import decode, encode, insert, peel, select
-from tagc.ops.reference.thresholds import steer
+from tagc.ops.thresholds import steer
 
-__all__ = [
-    "decode",
-    "decode_exact",
-    "dequantize",
-    "dequantize_and_sum",
-    "dequantize_matrix",
-    "encode",
-    "encode_exact",
-    "fingerprint",
-    "insert",
-    "measure_exact",
-    "pack_exponents",
-    "peel",
-    "prepare",
-    "put_dense",
-    "quantize",
-    "quantize_and_put",
-    "quantize_matrix",
-    "release",
-    "select",
-    "steer",
-    "sum_dense",
-    "undo_lag",
-    "unpack_exponents",
-]
-
-quantize_and_put, dequantize_and_sum = merged(
-    quantize, dequantize, quantize_matrix, dequantize_matrix, undo_lag
-)
+quantize_and_put = partial(merged.quantize_and_put, sys.modules[__name__])
+dequantize_and_sum = partial(merged.dequantize_and_sum, sys.modules[__name__])
 
 
 def release() -> None:
-    """No buffer is kept between calls."""
-
-
-def prepare(
-    operator: str, layout: Any = None, *dtypes: torch.dtype | None, dithered: bool = False
-) -> None:
-    """Nothing to compile."""
+    """Free the buffers that are kept between calls; the next call makes new ones."""

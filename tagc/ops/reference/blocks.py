@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
 from tagc.ops.fingerprint import MASK, fmix32
-from tagc.ops.reference.select import grouped, rounded
+from tagc.ops.reference.select import add_up, grouped, keep
 from tagc.ops.symbols import wrap_int32
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -17,33 +17,64 @@ def quantize(
     grad: Tensor,
     residual: Tensor | None,
     message: Tensor,
+    dither: Tensor | None = None,
     *,
     layout: BlockLayout,
     average: float,
-    dither: Tensor | None = None,
 ) -> None:
+    """Accumulate and quantize rows; the residual keeps the quantization error.
+
+    Per block of ``x = float32(grad) + float32(residual)`` with largest magnitude ``m``:
+
+    1. The scale is ``s = bfloat16(m * float32(1 / levels))``, rounded to nearest even. With
+       ``dither`` it is rounded up, except that a ``m * float32(1 / levels)`` which exceeds a
+       bfloat16 by at most 2 units in the last place is rounded down to it. The scale is at most
+       the largest finite bfloat16, 0 if it would be below ``MIN_SCALE``, and NaN (0x7FC0) if
+       ``m`` is not finite. A block with a NaN scale has codes 0, and its residual stays as it
+       was.
+    2. Codes are ``q = rint(clip(x * (1 / s), -levels, levels))``, 0 where ``s`` is 0. With
+       ``dither`` they are ``rint(clip(...) + v)``, where element ``j`` of a row with the seed
+       ``d`` has ``v = (h + 1/2) / 2**16 - 1/2`` (exact), and ``h`` is the lower half of
+       ``fmix32((j >> 1) ^ fmix32(d))`` if ``j`` is even, else the upper half (``fmix32`` is
+       MurmurHash3's finalizer). Then ``q * s`` is ``x`` on average: with the scale rounded up,
+       clipping removes only what rounding adds, at most ``2**-21`` of ``x``, and what exceeds
+       the largest bfloat16.
+    3. With ``left = x - q * s`` (exact), the residual becomes ``left`` if ``average`` is 0,
+       else ``float32(average) * residual + float32(1 - average) * left`` (three roundings, no
+       fused multiply-add), rounded to nearest even in its dtype (finite stays finite).
+
+    Args:
+        grad: ``[R, numel]`` float32, bfloat16 or float16.
+        residual: ``[R, numel]`` float32 or bfloat16, updated in place; None for no feedback.
+        message: ``[R, words]`` int32, written; padding in codes and scales is 0.
+        dither: ``[R]`` int32, a seed for each row, only without a residual; None rounds to
+            nearest.
+        average: share of the old residual that stays, in [0, 1); LoCo's beta.
+    """
     x = grad.float() if residual is None else grad.float() + residual.float()
     scale, q, left = quantize_rows(x, layout, dither)
     message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
-    if residual is None:
-        return
-    if average:
-        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
-        left = kept * residual.float() + fresh * left
-    stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
-    residual.copy_(torch.where(stay, residual, rounded(left, residual.dtype)))
+    if residual is not None:
+        stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
+        keep(residual, left, average, stay)
 
 
 def dequantize(
     message: Tensor, out: Tensor, *, layout: BlockLayout, divisor: int, add: bool = False
 ) -> None:
-    total = None
-    for row in dequantize_rows(message, layout).unbind(1):
-        total = row if total is None else total + row
-    assert total is not None
-    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    x = total / torch.full_like(total, divisor)
-    out.copy_(out.float() + x if add else x)
+    """Add up messages: ``out[k] = (sum over r of q * s) / divisor``.
+
+    Products are exact in float32; they are added in float32 in the order of ``r``, starting
+    from the first, then divided (IEEE), then rounded to ``out``'s dtype. A NaN scale makes
+    its whole block NaN.
+
+    Args:
+        message: ``[K, R, words]`` int32.
+        out: ``[K, numel]`` float32, bfloat16 or float16, written.
+        add: whether the quotient is added to what ``out`` holds, in float32, and the sum
+            rounded once.
+    """
+    add_up(dequantize_rows(message, layout), out, divisor, add)
 
 
 def quantize_rows(

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
+from tagc.ops.reference.select import patterns
 from tagc.ops.symbols import wrap_int32
 
 _MASK = 0xFFFFFFFF
 
 
 def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout) -> None:
-    z, k = _changes(new[0], old[0]), _patterns(old[0])
+    """Choose the widths of a row's message, and count its words.
+
+    The widths of a class are those with the least number of bits, and of these the ones with
+    the least ``b1 | b2 << 4``. With ``e(b)``, the number of its elements with ``z`` at least
+    ``2**max(b, 1) - 1``, of all ``N``, they take ``e(b1) * b2 + 16 * e(max(b1, b2))`` bits, and
+    in addition ``N * b1``, or for ``b1 = 0`` about ``e(1) * (l + 1) + (N >> l)``, where ``l``
+    is the largest number with ``e(1) * 2**l <= N``. The widths of a class without changes are
+    0 and 0.
+
+    Args:
+        new: ``[1, numel]`` in the layout's dtype.
+        old: ``[1, numel]``, what the receivers know.
+        plan: ``[plan_words]`` int32, written: the message's total, the number of words that
+            :func:`encode_exact` writes; a table ``b1 | b2 << 4`` of the classes of each span;
+            the words of the message before each block. If the total is that of a raw message,
+            or 1, the rest is as if the row was coded.
+    """
+    z, k = _changes(new[0], old[0]), patterns(old[0])
     where = _Where.of(layout, new.device)
     table = _widths(z, where.classes(k, layout), layout)
-    block = _coded(z, *_of_elements(table, k, where, layout), where)
-    words = (block.bits + 31) >> 5
+    _, bits = _walk(z, table[where.classes(k, layout)], where, lambda field: field.value)
+    words = (bits + 31) >> 5
     head = 1 + len(layout.spans) + _words(int((table > 0).sum()), 8) + _words(len(words), 16)
     total = min(head + int(words.sum()), layout.words) if bool(z.any()) else 1
     starts = head + words.cumsum(0) - words
@@ -29,6 +47,13 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
 def encode_exact(
     new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
 ) -> None:
+    """Write a message.
+
+    Args:
+        new, old, plan: as in :func:`measure_exact`, unchanged since.
+        message: ``[1, capacity]`` int32 with at least as many words as the plan's total, of
+            which so many are written.
+    """
     total, coded = int(plan[0, 0]), message.new_zeros(layout.words)
     coded[0] = total
     if total == layout.words:
@@ -42,18 +67,32 @@ def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) 
     """``[total]`` int32."""
     total, table, starts = plan.split([1, layout.tables, layout.blocks])
     z, where = _changes(new, old), _Where.of(layout, new.device)
-    coded = _coded(z, *_of_elements(table, _patterns(old), where, layout), where)
     given = (table > 0).view(-1, CLASSES).to(torch.int64)
     masks = (given << torch.arange(CLASSES, device=new.device)).sum(-1)
     sizes = torch.cat([starts, total]).diff()
     head = torch.cat([total, masks, _bytes(table[table > 0], 8), _bytes(sizes, 16)])
-    fields = [_Field(32 * starts[f.block] + f.at, f.width, f.value, f.block) for f in coded.fields]
-    words = _put(fields, int(total))
+    words = head.new_zeros(int(total) + 1)
+
+    def put(field: _Field) -> Tensor:
+        at = 32 * starts[field.block] + field.at
+        shifted = torch.where(field.width > 0, field.value, 0) << (at & 31)
+        word = (at >> 5).clamp(max=len(words) - 2)  # of no bits
+        words.index_add_(0, word, shifted & _MASK)
+        words.index_add_(0, word + 1, shifted >> 32)
+        return field.value
+
+    _walk(z, table[where.classes(patterns(old), layout)], where, put)
     words[: len(head)] = head
-    return wrap_int32(words)
+    return wrap_int32(words[:-1])
 
 
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
+    """Turn old rows into new ones. A damaged message makes any numbers of its own row.
+
+    Args:
+        message: ``[n, capacity]`` int32.
+        rows: ``[n, numel]`` in the layout's dtype, updated in place.
+    """
     for words, row in zip(message, rows, strict=True):
         total = int(words[0])
         if total == layout.words:
@@ -97,11 +136,6 @@ class _Where:
         exponent = k >> MANTISSA[layout.dtype]
         return self.span * CLASSES + exponent % CLASSES
 
-    @property
-    def place(self) -> Tensor:
-        """Places of elements in their blocks."""
-        return torch.arange(len(self.block), device=self.block.device) - self.first[self.block]
-
     def sums(self, x: Tensor) -> Tensor:
         """Sums of elements' numbers, by block."""
         return x.new_zeros(len(self.size)).index_add_(0, self.block, x)
@@ -112,11 +146,6 @@ class _Where:
         return sums - sums[self.first[self.block]]
 
 
-def _patterns(x: Tensor) -> Tensor:
-    """Bit patterns, from 0 on."""
-    return x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-
-
 def _ordered(k: Tensor) -> Tensor:
     """Numbers in order to bit patterns, and back, modulo 2**16."""
     return torch.where(k >= 0x8000, k ^ 0x7FFF, k)
@@ -124,7 +153,7 @@ def _ordered(k: Tensor) -> Tensor:
 
 def _changes(new: Tensor, old: Tensor) -> Tensor:
     """``z``."""
-    q = (_ordered(_patterns(new)) - _ordered(_patterns(old))) & 0xFFFF
+    q = (_ordered(patterns(new)) - _ordered(patterns(old))) & 0xFFFF
     return torch.where(q < 0x8000, 2 * q, 2 * (0x10000 - q) - 1)
 
 
@@ -134,7 +163,7 @@ def _length(x: Tensor) -> Tensor:
 
 
 def _widths(z: Tensor, classes: Tensor, layout: ExactLayout) -> Tensor:
-    """The table of all classes ``[tables]``; see :meth:`tagc.ops.exact.ExactOps.measure_exact`."""
+    """The table of all classes ``[tables]``; see :func:`tagc.ops.reference.measure_exact`."""
     bins = 18  # z + 1 has 1 to 17 bits
     counts = torch.bincount(classes * bins + _length(z + 1), minlength=layout.tables * bins)
     counts = counts.view(layout.tables, bins)
@@ -150,17 +179,9 @@ def _widths(z: Tensor, classes: Tensor, layout: ExactLayout) -> Tensor:
     return ((first + once * b2 + 16 * twice) * 256 + entries).amin(-1) & 255
 
 
-def _of_elements(
-    table: Tensor, k: Tensor, where: _Where, layout: ExactLayout
-) -> tuple[Tensor, Tensor]:
-    """``b1`` and ``b2`` of elements with these old bit patterns."""
-    entry = table[where.classes(k, layout)]
-    return entry & 15, entry >> 4
-
-
 @dataclass(frozen=True)
 class _Field:
-    """Bits of elements, or of blocks, each at its place in its block."""
+    """Numbers of elements or of blocks, each with its width, from a bit of its block on."""
 
     at: Tensor
     width: Tensor
@@ -168,74 +189,66 @@ class _Field:
     block: Tensor
 
 
-@dataclass(frozen=True)
-class _Coded:
-    """All fields, and the number of bits of each block."""
+def _walk(
+    z: Tensor, entry: Tensor, where: _Where, visit: Callable[[_Field], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Visit all numbers of all blocks, which a visitor writes and returns, or reads.
 
-    fields: list[_Field]
-    bits: Tensor
+    Args:
+        z: of elements; whatever it is if numbers are read.
+        entry: ``b1 | b2 << 4`` of elements.
 
-
-def _coded(z: Tensor, b1: Tensor, b2: Tensor, where: _Where) -> _Coded:
-    block = where.block
-    dense, listed = b1 > 0, (b1 == 0) & (z > 0)
-    ones = (1 << b1) - 1
-    fields = [_Field(where.before(b1), b1, torch.minimum(z, ones), block)]
+    Returns:
+        ``z`` as it is after the visit; the number of bits of each block.
+    """
+    block, each = where.block, torch.arange(len(where.size), device=z.device)
+    b1, b2 = entry & 15, entry >> 4
+    ones, more = (1 << b1) - 1, (1 << b2) - 1
+    found = visit(_Field(where.before(b1), b1, torch.minimum(z, ones), block))
     end = where.sums(b1)
 
     def escaped(which: Tensor) -> None:
         """Levels 2 and 3 of these elements."""
-        nonlocal end
-        ones = (1 << b2) - 1
-        for width, value in (
-            (torch.where(which, b2, 0), torch.minimum(z, ones)),
-            (torch.where(which & (z >= ones), 16, 0), z),
-        ):
-            fields.append(_Field(end[block] + where.before(width), width, value, block))
+        nonlocal found, end
+        for width, value in ((b2, torch.minimum(z, more)), (torch.full_like(b2, 16), z)):
+            width = torch.where(which, width, 0)
+            here = visit(_Field(end[block] + where.before(width), width, value, block))
             end = end + where.sums(width)
+            found = torch.where(which, here, found)
+            which = which & (found == more)
 
-    escaped(dense & (z >= ones))
-    n = where.sums(listed.to(torch.int64))
-    all_dense = where.sums((~dense).to(torch.int64)) == 0
-    width = torch.where(all_dense | ((end == 0) & (n == 0)), 0, _length(where.size))
-    fields.append(_Field(end, width, n, torch.arange(len(n), device=n.device)))
+    dense = b1 > 0
+    escaped(dense & (found == ones))
+    changed = (~dense & (z > 0)).to(torch.int64)
+    n = where.sums(changed)
+    sparse = where.sums((~dense).to(torch.int64)) > 0
+    width = torch.where(sparse & (end + n > 0), _length(where.size), 0)
+    n = torch.minimum(visit(_Field(end, width, n, each)), where.size)
     end = end + width
-    low, numbers = _elias_fano(n, where)
-    lower = torch.where(listed, low[block], 0)
-    place, rank = where.place, where.before(listed.to(torch.int64))
-    upper = end[block] + (place >> low[block]) + rank
-    fields.append(_Field(upper, listed.to(torch.int64), torch.ones_like(z), block))
-    end = end + numbers
-    fields.append(
-        _Field(end[block] + where.before(lower), lower, place & ((1 << low[block]) - 1), block)
-    )
-    end = end + n * low
-    escaped(listed)
-    return _Coded([_kept(field) for field in fields], end)
-
-
-def _kept(field: _Field) -> _Field:
-    there = field.width > 0
-    return _Field(field.at[there], field.width[there], field.value[there], field.block[there])
-
-
-def _elias_fano(n: Tensor, where: _Where) -> tuple[Tensor, Tensor]:
-    """Lower bits of each of ``n`` places, and numbers of the upper code; by block."""
+    # The Elias-Fano code, with an entry for each bit of the upper part. (A reader's are from here.)
     low = _length(where.size // n.clamp(min=1)) - 1
-    return low, torch.where(n > 0, n + (where.size - 1 >> low.clamp(min=0)), 0)
-
-
-def _put(fields: Iterable[_Field], size: int) -> Tensor:
-    """Words with these bits, from 0 on."""
-    words: Tensor | None = None
-    for field in fields:
-        if words is None:
-            words = field.at.new_zeros(size + 1)
-        shifted = field.value << (field.at & 31)
-        words.index_add_(0, field.at >> 5, shifted & _MASK)
-        words.index_add_(0, (field.at >> 5) + 1, shifted >> 32)
-    assert words is not None
-    return words[:size]
+    bits = torch.where(n > 0, n + (where.size - 1 >> low), 0)
+    owner, start = each.repeat_interleave(bits), bits.cumsum(0) - bits
+    number = torch.arange(len(owner), device=z.device) - start[owner]
+    place = torch.arange(len(z), device=z.device) - where.first[block]
+    entries = start[block] + (place >> low[block]) + where.before(changed)
+    entries = torch.where(changed > 0, entries, len(owner)).clamp(max=len(owner))
+    places = z.new_full((len(owner) + 1,), -1).scatter_(0, entries, place)[:-1]
+    is_place = visit(_Field(end[owner] + number, torch.ones_like(owner), (places >= 0) * 1, owner))
+    end = end + bits
+    rank = where.size.new_zeros(len(owner) + 1)
+    rank[1:] = is_place.cumsum(0)
+    rank = rank[:-1] - rank[start[owner]]
+    width = torch.where(is_place > 0, low[owner], 0)
+    value = places & ((1 << width) - 1)
+    lower = visit(_Field(end[owner] + rank * low[owner], width, value, owner))
+    end = end + n * low
+    place = (number - rank << low[owner]) | lower
+    there = (is_place > 0) & (place < where.size[owner])
+    listed = torch.zeros_like(dense)
+    listed[(where.first[owner] + place)[there]] = True
+    escaped(listed & ~dense)
+    return found, end
 
 
 def _bytes(x: Tensor, width: int) -> Tensor:
@@ -250,7 +263,7 @@ def _words(count: int, width: int) -> int:
 
 
 def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
-    k, where = _patterns(row), _Where.of(layout, row.device)
+    k, where = patterns(row), _Where.of(layout, row.device)
     spans, blocks = len(layout.spans), layout.blocks
     words = torch.nn.functional.pad(words, (0, spans + layout.tables + blocks))  # if damaged
 
@@ -267,54 +280,18 @@ def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
     sizes = numbers(1 + spans + _words(entries, 8), blocks, 16)
     head = 1 + spans + _words(entries, 8) + _words(blocks, 16)
     starts = head + sizes.cumsum(0) - sizes
-    b1, b2 = _of_elements(table, k, where, layout)
 
-    def get(at: Tensor, width: Tensor, block: Tensor) -> Tensor:
-        """Numbers at these bits of blocks; bits past a block's end are zeros."""
-        word = at >> 5
-        both = torch.zeros_like(at)
+    def get(field: _Field) -> Tensor:
+        """Bits past a block's end are zeros."""
+        word, sizes_, starts_ = field.at >> 5, sizes[field.block], starts[field.block]
+        both = torch.zeros_like(field.at)
         for i in (0, 1):
-            there = word + i < sizes[block]
-            index = (starts[block] + word + i).clamp(max=len(words) - 1)
-            both = both | (torch.where(there, words[index], 0) << 32 * i)
-        return both >> (at & 31) & ((1 << width) - 1)
+            index = (starts_ + word + i).clamp(max=len(words) - 1)
+            both = both | (torch.where(word + i < sizes_, words[index], 0) << 32 * i)
+        return both >> (field.at & 31) & ((1 << field.width) - 1)
 
-    block = where.block
-    dense = b1 > 0
-    z = get(where.before(b1), b1, block)
-    end = where.sums(b1)
-
-    def escaped(which: Tensor) -> None:
-        """Levels 2 and 3 of these elements."""
-        nonlocal z, end
-        for width in (b2, torch.full_like(b2, 16)):
-            width = torch.where(which, width, 0)
-            found = get(end[block] + where.before(width), width, block)
-            end = end + where.sums(width)
-            z = torch.where(which, found, z)
-            which = which & (z == (1 << b2) - 1)
-
-    escaped(dense & (z == (1 << b1) - 1))
-    each = torch.arange(blocks, device=row.device)
-    all_dense = where.sums((~dense).to(torch.int64)) == 0
-    width = torch.where(all_dense | (sizes == 0), 0, _length(where.size))
-    n = torch.minimum(get(end, width, each), where.size)
-    end = end + width
-    low, bits = _elias_fano(n, where)
-    # One entry for each bit of the upper codes.
-    owner = each.repeat_interleave(bits)
-    number = torch.arange(len(owner), device=row.device) - (bits.cumsum(0) - bits)[owner]
-    found = get(end[owner] + number, torch.ones_like(owner), owner)
-    rank = found.cumsum(0) - found
-    rank = rank - rank[(bits.cumsum(0) - bits)[owner]] if len(owner) else rank
-    end = end + bits
-    lower = get(end[owner] + rank * low[owner], low[owner], owner)
-    place = (number - rank << low[owner]) | lower
-    there = (found > 0) & (place < where.size[owner])
-    listed = torch.zeros_like(dense)
-    listed[(where.first[owner] + place)[there]] = True
-    end = end + n * low
-    escaped(listed & ~dense)
+    # Nothing of a reader depends on these numbers, but that anything may have changed.
+    z, _ = _walk(torch.ones_like(k), table[where.classes(k, layout)], where, get)
     q = torch.where(z & 1 > 0, -(z + 1) // 2, z // 2)
     made = _ordered((_ordered(k) + q) & 0xFFFF)
     row.copy_(made.to(torch.int16).view(row.dtype))

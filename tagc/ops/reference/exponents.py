@@ -7,13 +7,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
+from tagc.ops.reference.select import patterns
 
 _HALF = BLOCK // 2
 
 
 def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> None:
+    """Write the messages of rows.
+
+    Args:
+        rows: ``[n, numel]`` bfloat16.
+        message: ``[n, raw_words]`` int32. A row that travels as it is fills its message; of the
+            others the first ``words`` are written.
+    """
     missing = layout.blocks * BLOCK - layout.numel
-    bits = pad(_patterns(rows), (0, missing)).view(len(rows), -1, BLOCK)
+    bits = pad(patterns(rows), (0, missing)).view(len(rows), -1, BLOCK)
     exponent = bits >> 7 & 255
     top = _tops(exponent)
     code = top - exponent
@@ -29,11 +37,6 @@ def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> 
         out[0] = int(not row_fits)
         sent = part.to(torch.uint8) if row_fits else row.contiguous().view(torch.uint8)
         out[HEAD:end].view(torch.uint8)[: len(sent)] = sent
-
-
-def _patterns(rows: Tensor) -> Tensor:
-    """Bit patterns, from 0 on."""
-    return rows.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
 
 
 def _tops(exponent: Tensor) -> Tensor:
@@ -71,6 +74,12 @@ def _spare(exponent: Tensor, exception: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_exponents(message: Tensor, rows: Tensor, *, layout: ExponentLayout) -> None:
+    """Read the rows of messages. A damaged message makes any numbers of its own row.
+
+    Args:
+        message: ``[n, words]`` or ``[n, raw_words]`` int32.
+        rows: ``[n, numel]`` bfloat16, written.
+    """
     for words, row in zip(message, rows, strict=True):
         sent = words[HEAD:].contiguous().view(torch.uint8)
         if int(words[0]) == 1 and len(words) >= layout.raw_words:

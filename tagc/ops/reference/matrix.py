@@ -18,7 +18,7 @@ from tagc.ops.matrix import (
     MatrixLayout,
     parts_of,
 )
-from tagc.ops.reference.select import grouped, rounded
+from tagc.ops.reference.select import add_up, grouped, keep
 from tagc.ops.symbols import wrap_int32
 
 
@@ -30,6 +30,37 @@ def quantize_matrix(
     layout: AnyMatrices,
     average: float,
 ) -> None:
+    """Accumulate and quantize matrices for each destination; the residual keeps the
+    quantization error.
+
+    Per destination and matrix, all in float32, with ``x = float32(grad) + float32(residual)``
+    and ``u``, the magnitude of ``x``, at most ``LARGEST``, or 0 where ``x`` is not finite:
+
+    1. Sum ``u`` over each column, in ``COLUMN_LANES`` lanes.
+    2. With ``t`` the float32 bits of a column's sum plus 2**21, shifted right by 22, the
+       column's 4 bits are ``t - max(t) + 15``, at least 0.
+    3. ``a``, about the biased exponent of an element's mean magnitude in units of ``v``, is
+       ``max(t)`` shifted right by 1, minus the logarithm of the number of rows, rounded down.
+       The base is ``8 * a - CENTRE`` (it includes finite elements of rows that are not finite).
+       If ``a`` is below ``MIN_EXPONENT``, the base is 0, and all finite rows are ``NOTHING``.
+    4. A row's scale is the sum of ``u * v`` divided by that of ``v * v`` if ``fitted``, else
+       the sum of ``u`` divided by that of ``v`` (in the order of
+       :attr:`MatrixLayout.word_lanes`), times ``float32(distance)``. With ``t`` the bits of the
+       scale plus 2**19, shifted right by 20, the row's byte is ``t - base``, at most 254. It is
+       ``NOTHING`` if that is below 1, and ``NOT_FINITE`` if the row has an element that is not
+       finite. Rows with ``NOTHING`` or ``NOT_FINITE`` have codes 0.
+    5. Codes are ``floor(y * 0.5)``, clipped, with ``y = (x * (1 / f)) * (1 / v)``, which rounds
+       four times.
+    6. ``left = x - (2 q + 1) * f * v``, rounded once. It becomes the residual as in
+       :func:`tagc.ops.reference.quantize`. Rows that are not finite keep their residual.
+
+    Args:
+        grad: ``[D, numel]`` float32, bfloat16 or float16.
+        residual: ``[D, numel]`` float32 or bfloat16, updated in place; None
+            for no feedback.
+        message: ``[D, words]`` int32, written; padding is 0.
+        average: share of the old residual that stays, in [0, 1); LoCo's beta.
+    """
     for one, columns, words in parts_of(layout):
         left = None if residual is None else residual[:, columns]
         _quantize(grad[:, columns], left, message[:, words], one, average)
@@ -38,6 +69,17 @@ def quantize_matrix(
 def dequantize_matrix(
     message: Tensor, out: Tensor, *, layout: AnyMatrices, divisor: int, add: bool = False
 ) -> None:
+    """Add up messages: ``out[k] = (sum over r of the values of message k, r) / divisor``.
+
+    Terms are exact in float32; they are added in the order of ``r``, starting from the first,
+    then divided (IEEE), then rounded to ``out``'s dtype. Rows that are ``NOTHING`` are +0. Rows
+    that are ``NOT_FINITE`` are NaN.
+
+    Args:
+        message: ``[K, R, words]`` int32.
+        out: ``[K, numel]`` float32, bfloat16 or float16, written.
+        add: as in :func:`tagc.ops.reference.dequantize`.
+    """
     for one, columns, words in parts_of(layout):
         _dequantize(message[..., words], out[:, columns], one, divisor, add)
 
@@ -62,28 +104,17 @@ def _quantize(
     left = torch.where(sends, x - (2 * q + 1) * (f * v), x)
     codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
     message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
-    if residual is None:
-        return
-    if average:
-        kept, fresh = (x.new_tensor(share) for share in (average, 1 - average))
-        left = kept * residual.float().view_as(left) + fresh * left
-    left = torch.where((rows == NOT_FINITE)[..., None], residual.view_as(left), left)
-    residual.copy_(rounded(left, residual.dtype).flatten(1))
+    if residual is not None:
+        stay = (rows == NOT_FINITE)[..., None].expand_as(left)
+        keep(residual, left.flatten(1), average, stay.flatten(1))
 
 
 def _dequantize(
     message: Tensor, out: Tensor, layout: MatrixLayout, divisor: int, add: bool
 ) -> None:
     """Add up messages of one matrix each."""
-    if not layout.rows:
-        return
-    total = None
-    for row in _values(message, layout).unbind(1):
-        total = row if total is None else total + row
-    assert total is not None
-    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
-    x = (total / torch.full_like(total, divisor)).flatten(1)
-    out.copy_(out.float() + x if add else x)
+    if layout.rows:
+        add_up(_values(message, layout).flatten(2), out, divisor, add)
 
 
 def _bounded(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Selection of groups, and rounding to a residual's dtype."""
+"""What operators share: the selection of groups, what stays in a residual, and sums of messages."""
 
 from __future__ import annotations
 
@@ -45,3 +45,26 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in the dtype of a residual; finite values stay finite."""
     largest = torch.finfo(dtype).max
     return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)
+
+
+def keep(residual: Tensor, left: Tensor, average: float, stay: Tensor) -> None:
+    """Update a residual with what is ``left`` of it, except where it should ``stay``."""
+    if average:
+        kept, fresh = (left.new_tensor(share) for share in (average, 1 - average))
+        left = kept * residual.float() + fresh * left
+    residual.copy_(torch.where(stay, residual, rounded(left, residual.dtype)))
+
+
+def add_up(values: Tensor, out: Tensor, divisor: int, add: bool) -> None:
+    """Write or add the sums of ``values`` ``[K, R, numel]`` over ``R``, in order, divided."""
+    total, *others = values.unbind(1)
+    for row in others:
+        total = total + row
+    # Divided by a tensor: by a number, CUDA multiplies with the reciprocal.
+    x = total / torch.full_like(total, divisor)
+    out.copy_(out.float() + x if add else x)
+
+
+def patterns(x: Tensor) -> Tensor:
+    """The bit patterns of 16-bit floats, from 0 on."""
+    return x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF

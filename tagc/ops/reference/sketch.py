@@ -44,12 +44,41 @@ def encode(
     index: Tensor,
     cells: Tensor,
     counts: Tensor,
+    support: Tensor | None = None,
     *,
     layout: SketchLayout,
     levels: int,
     capacity: int,
-    support: Tensor | None = None,
 ) -> None:
+    """Accumulate, select, quantize and sketch one segment for every destination.
+
+    Per destination ``d`` with ``x = float32(grad[d]) + float32(residual[d])``:
+
+    1. Without a ``support``, a group is selected if its largest ``|x|`` is at least
+       ``threshold[d]``. If more than ``capacity`` groups are selected, the largest are kept,
+       ties to the lower index. A capacity for all groups selects every non-zero group. With a
+       ``support``, exactly its groups are selected, even zero ones; threshold and capacity do
+       not matter.
+    2. A group with a non-finite ``x`` is never selected, its residual stays as it was, and the
+       poison word of the destination is set.
+    3. A kept element sends ``q = rint(clip(x / step[d], -levels, levels))`` and leaves
+       ``x - q * step[d]`` in the residual. Every other element leaves ``x``. Both are rounded
+       to nearest even in the residual's dtype (finite stays finite).
+
+    Args:
+        grad: ``[W, n]`` float32, bfloat16 or float16.
+        residual: ``[W, n]`` float32 or bfloat16, updated in place; None for no feedback.
+        threshold: ``[W]`` float32, positive.
+        step: ``[W]`` float32 powers of two, so that ``q * step`` and ``x / step`` are exact
+            and ``x - q * step`` is exact in float32 for ``|x| < 2**24 * step``.
+        seed: ``[1]`` int32, the hash seed of this step.
+        index: ``[W, index_words]`` int32, written: bitmaps (bit ``g % 32`` of word ``g // 32``
+            for group ``g``), then the poison word (0 or 1).
+        cells: ``[W, cells]`` int32, written.
+        counts: ``[W, 4]`` int32, written: finite groups above the threshold, finite groups
+            that are not all zero, groups kept, kept groups with a clipped element.
+        support: ``[W, words]`` int32 bitmaps (bits past the last group are ignored), or None.
+    """
     for d in range(grad.shape[0]):
         x = grad[d].float() if residual is None else grad[d].float() + residual[d].float()
         groups = grouped(x, layout.symbol.lanes)
@@ -84,6 +113,23 @@ def decode(
     layout: SketchLayout,
     divisor: int,
 ) -> None:
+    """OR the bitmaps, peel the summed cells and write this rank's shard of the gradient.
+
+    Elements are ``float32(sum of q) * step / divisor``, rounded to ``out``'s dtype; absent
+    groups are zero. If any poison word is set, all of ``out`` is NaN. Groups that peeling
+    cannot recover are zero and counted, and their estimate is added to ``residual``: the mean
+    over their cells of the cell's remaining sum, shared equally among the cell's remaining
+    keys, and not divided by ``divisor``.
+
+    Args:
+        index: ``[W, index_words]`` int32, the index that each rank sent to this one.
+        cells: ``[cells]`` int32, the sum over ranks; may be overwritten.
+        step: ``[1]`` float32, the quantization step of this shard.
+        seed: ``[1]`` int32, as in :func:`encode`.
+        out: ``[n]`` float32, bfloat16 or float16, written.
+        residual: ``[n]`` this rank's residual of its own shard, or None.
+        stats: ``[2]`` int32, written: groups in the union, groups unresolved.
+    """
     present = from_bitmap(index[:, : layout.words], layout.groups).any(0)
     poisoned = index[:, layout.words].any()
     symbols, stuck, left, degree = _peel(cells, present, seed, layout)
@@ -120,6 +166,14 @@ def select(
     layout: SketchLayout,
     capacity: int,
 ) -> None:
+    """Mark the groups of every row that :func:`encode` would keep without a support.
+
+    Args:
+        x: ``[R, n]`` float32 or bfloat16.
+        threshold: ``[R]`` float32, positive.
+        bitmap: ``[R, words]`` int32, written.
+        counts: ``[R, 4]`` int32, written as by :func:`encode`; the last column is 0.
+    """
     for r in range(x.shape[0]):
         groups = grouped(x[r].float(), layout.symbol.lanes)
         kept, _, seen = select_groups(groups, threshold[r], capacity)
@@ -130,6 +184,14 @@ def select(
 def insert(
     symbols: Tensor, index: Tensor, seed: Tensor, cells: Tensor, *, layout: SketchLayout
 ) -> None:
+    """Sketch given symbols: ``cells`` get the sums over the groups in ``index``.
+
+    Args:
+        symbols: ``[groups]`` int32; entries of absent groups are ignored.
+        index: ``[words]`` int32 bitmap.
+        seed: ``[1]`` int32.
+        cells: ``[cells]`` int32, written.
+    """
     keys = from_bitmap(index, layout.groups).nonzero().flatten()
     cells.zero_()
     where = positions(keys, seed, layout)
@@ -139,6 +201,12 @@ def insert(
 def peel(
     cells: Tensor, index: Tensor, seed: Tensor, *, layout: SketchLayout
 ) -> tuple[Tensor, Tensor]:
+    """Recover the summed symbols of the groups in ``index``.
+
+    Returns:
+        ``[groups]`` int32 symbols (0 where absent or unresolved) and ``[groups]`` bool, True
+        where a present group could not be recovered.
+    """
     symbols, stuck, _, _ = _peel(cells, from_bitmap(index, layout.groups), seed, layout)
     return symbols, stuck
 
