@@ -20,11 +20,9 @@ from torch import Tensor
 
 from tagc.ops.dense import DenseLayout
 
-from .device import on_device_of
 from .fingerprint import fingerprint_part
-from .jit import jit, tl
+from .jit import cdiv, division, jit, on_device_of, tl
 from .scalar import widen
-from .sizes import cdiv
 
 _WARPS = 4
 # Elements of a warp.
@@ -248,9 +246,7 @@ def sum_dense_kernel(
 def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
     """See :meth:`tagc.ops.dense.DenseOps.put_dense`."""
     programs, arguments = put_arguments(x, message, stamp, layout, _WARPS)
-    put_dense_kernel[(programs, len(message))](
-        **arguments, num_warps=_WARPS, enable_fp_fusion=False
-    )
+    put_dense_kernel[(programs, len(message))](**arguments, num_warps=_WARPS)
 
 
 @on_device_of("message")
@@ -265,10 +261,9 @@ def sum_dense(
 ) -> None:
     """See :meth:`tagc.ops.dense.DenseOps.sum_dense`."""
     programs, arguments = sum_arguments(message, out, stamp, wrong, layout, divisor, _WARPS)
-    divide = divisor & (divisor - 1) != 0
+    factor, divide = division(divisor)
     sum_dense_kernel[(programs, len(message))](
-        message.shape[1], float(divisor) if divide else 1.0 / divisor, **arguments, DIVIDE=divide,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        message.shape[1], factor, **arguments, DIVIDE=divide, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -281,9 +276,8 @@ def put_arguments(
     half = any(piece.numel * layout.wire.itemsize % 4 for piece in layout.pieces)
     return programs, arguments | {
         "rows": x, "elements": elements, "stamps": message[:, layout.tail :], "stamp": stamp,
-        "messages": len(message), "rows_stride": x.stride(0),
-        "elements_stride": elements.stride(0), "stamps_stride": message.stride(0), "HALF": half,
-        "STAMPS": _STAMPS,
+        "messages": len(message), "rows_stride": x.stride(0), "elements_stride": elements.stride(0),
+        "stamps_stride": message.stride(0), "HALF": half, "STAMPS": _STAMPS,
     }  # fmt: skip
 
 

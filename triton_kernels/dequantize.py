@@ -25,10 +25,8 @@ from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, codes_at, scale_of
 from .dense import is_spoilt, sum_part
-from .device import on_device_of
-from .jit import jit, tl
+from .jit import cdiv, division, jit, on_device_of, tl
 from .scalar import widen
-from .sizes import cdiv
 
 # Messages whose loads are in flight at the same time.
 STEPS = 4
@@ -123,12 +121,10 @@ def sum_blocks(
     K, R, _ = message.shape
     blocks, warps = blocks_and_warps(layout.block)
     scales, codes = message.view(torch.int16), message[..., layout.scale_words :]
-    divide = divisor & (divisor - 1) != 0
+    factor, divide = division(divisor)
     dequantize_kernel[(cdiv(layout.blocks, blocks) + more, K)](
-        scales, codes, out, layout.numel, layout.blocks, R,
-        float(divisor) if divide else 1.0 / divisor, (1 << layout.bits) - 1,
+        scales, codes, out, layout.numel, layout.blocks, R, factor, (1 << layout.bits) - 1,
         scales.stride(0), scales.stride(1), codes.stride(0), codes.stride(1), out.stride(0),
         BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, DIVIDE=divide, ADD=add,
-        AT_ONCE=math.gcd(R, STEPS), **pieces,
-        num_warps=warps, enable_fp_fusion=False,
+        AT_ONCE=math.gcd(R, STEPS), **pieces, num_warps=warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .jit import jit, tl, torch_call
+from .jit import jit, row_stride, tl, torch_call
 from .scalar import narrow_finite, widen
 from .scatter import scatter
 from .scratch import buffer
@@ -104,10 +104,8 @@ def emit(
     stash = buffer("emit", (W * programs * STASH,), torch.int32, grad.device, layout)
     emit_kernel[(programs, W)](
         grad, residual, step, seed, index, cells, counts, stash, layout.numel, layout.words,
-        layout.partition, capacity, float(levels), grad.stride(0),
-        0 if residual is None else residual.stride(0), index.stride(0), cells.stride(0),
-        counts.stride(0),
+        layout.partition, capacity, float(levels), grad.stride(0), row_stride(residual),
+        index.stride(0), cells.stride(0), counts.stride(0),
         LANES=layout.symbol.lanes, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP,
-        HASHES=layout.hashes, EVERY=capacity >= layout.groups, COUNTED=counted,
-        num_warps=1, enable_fp_fusion=False,
+        HASHES=layout.hashes, EVERY=capacity >= layout.groups, COUNTED=counted, num_warps=1,
     )  # fmt: skip

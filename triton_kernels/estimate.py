@@ -18,7 +18,7 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .hashing import cell_at, hash_of
-from .jit import jit, tl
+from .jit import cdiv, jit, tl
 from .keys import contribution
 from .scalar import (
     bits_of,
@@ -29,7 +29,6 @@ from .scalar import (
     popcount,
     widen,
 )
-from .sizes import cdiv
 from .table import Table, packed
 
 # Words of a program, and words whose keys it processes at once.
@@ -115,8 +114,7 @@ def estimate(
         return
     t, grid = table, (cdiv(layout.words, _BLOCK),)
     shape = {
-        "BLOCK": _BLOCK, "WORDS": _WORDS, "HASHES": layout.hashes,
-        "num_warps": _WARPS, "enable_fp_fusion": False,
+        "BLOCK": _BLOCK, "WORDS": _WORDS, "HASHES": layout.hashes, "num_warps": _WARPS,
     }  # fmt: skip
     if residual is not None and packed(layout):
         clear_kernel[grid](t.entry, t.open, seed, layout.words, layout.partition, **shape)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tagc.ops.exact import MANTISSA, ExactLayout
 
-from .device import on_device_of
 from .exact_code import (
     before,
     changed,
@@ -26,7 +25,7 @@ from .exact_code import (
     warps_of,
     where_of,
 )
-from .jit import jit, tl
+from .jit import jit, on_device_of, tl
 from .scratch import buffer
 
 _SPANS, _SCAN, _SCAN_WARPS = 16, 4096, 8
@@ -149,11 +148,9 @@ def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
     exact_read_kernel[(n,)](
         message, message.view(torch.int8), halves, table, starts, capacity, spans, layout.blocks,
         layout.words, message.stride(0), SPANS=_SPANS, SCAN=_SCAN, num_warps=_SCAN_WARPS,
-        enable_fp_fusion=False,
     )  # fmt: skip
     exact_decode_kernel[(layout.blocks, n)](
         message, halves, rows.view(torch.int16), where_of(layout, device), table, starts, capacity,
         spans, layout.blocks, layout.words, message.stride(0), rows.stride(0),
         BLOCK=layout.block, MANTISSA=MANTISSA[layout.dtype], num_warps=warps_of(layout.block),
-        enable_fp_fusion=False,
     )  # fmt: skip

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tagc.ops.exact import MANTISSA, ExactLayout
 
-from .device import on_device_of
 from .exact_code import (
     before,
     change,
@@ -26,7 +25,7 @@ from .exact_code import (
     warps_of,
     where_of,
 )
-from .jit import jit, tl
+from .jit import jit, on_device_of, tl
 
 _SPANS = 16
 
@@ -139,12 +138,10 @@ def encode_exact(
         layout.words,
         SPANS=_SPANS,
         num_warps=4,
-        enable_fp_fusion=False,
     )
     if layout.blocks:
         exact_encode_kernel[(layout.blocks,)](
             new.view(torch.int16), old.view(torch.int16), where_of(layout, new.device), plan,
             message, message.view(torch.int16), spans, layout.blocks, layout.numel, layout.words,
             BLOCK=layout.block, MANTISSA=MANTISSA[layout.dtype], num_warps=warps_of(layout.block),
-            enable_fp_fusion=False,
         )  # fmt: skip

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
 
-from .device import on_device_of
 from .exact_code import change, elias_fano, length, load_patterns, ones, warps_of, where_of
-from .jit import jit, tl, torch_call
+from .jit import cdiv, jit, on_device_of, tl, torch_call
 from .scratch import buffer
-from .sizes import cdiv
 
 # Blocks that a program counts before it adds to the counts of all.
 _EACH = 16
@@ -136,14 +134,14 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
     if blocks:
         exact_counts_kernel[(cdiv(blocks, _EACH),)](
             new, old, where, counts, blocks, EACH=_EACH, BLOCK=layout.block, MANTISSA=mantissa,
-            BINS=_BINS, num_warps=min(4, warps_of(layout.block)), enable_fp_fusion=False,
+            BINS=_BINS, num_warps=min(4, warps_of(layout.block)),
         )  # fmt: skip
     if spans:
-        exact_widths_kernel[(layout.tables,)](counts, table, num_warps=4, enable_fp_fusion=False)
+        exact_widths_kernel[(layout.tables,)](counts, table, num_warps=4)
     if blocks:
         exact_sizes_kernel[(blocks,)](
             new, old, where, table, sizes, blocks, BLOCK=layout.block, MANTISSA=mantissa,
-            num_warps=warps_of(layout.block), enable_fp_fusion=False,
+            num_warps=warps_of(layout.block),
         )  # fmt: skip
     exact_total_kernel[(1,)](
         plan,
@@ -153,5 +151,4 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
         layout.words,
         SCAN=_SCAN,
         num_warps=_SCAN_WARPS,
-        enable_fp_fusion=False,
     )

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .jit import jit, tl
+from .jit import cdiv, jit, tl
 from .scalar import bits_of, load_words
-from .sizes import cdiv
 from .table import Table
 
 _WORDS = 16
@@ -43,5 +42,5 @@ def expand(
         return
     expand_kernel[(cdiv(layout.words, _WORDS),)](
         table.open, cells, symbols, stuck, layout.groups, layout.words,
-        WORDS=_WORDS, DIRECT=layout.direct, num_warps=_WARPS, enable_fp_fusion=False,
+        WORDS=_WORDS, DIRECT=layout.direct, num_warps=_WARPS,
     )  # fmt: skip

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from tagc.ops.fingerprint import REST_SHIFT, WIDTHS
 
-from .device import on_device_of
-from .jit import constant, jit, tl
-from .sizes import cdiv
+from .jit import cdiv, constant, jit, on_device_of, tl
 
 # Of a warp, words of 8 bytes: 16 elements a thread, whose sums take 64 registers.
 _EACH, _WARPS = 128, 8
@@ -80,7 +78,7 @@ def fingerprint(x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None 
     bits, words, rest, programs, tile, lanes = fingerprint_sizes(x, _WARPS)
     fingerprint_kernel[(programs,)](
         bits, sums, before, None if changed is None else changed.view(torch.int8), words, rest,
-        programs, TILE=tile, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
+        programs, TILE=tile, LANES=lanes, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -85,5 +85,5 @@ def count_keys(
     keys_kernel[(programs, layout.hashes)](
         table.open, table.entry, table.stash, stats, seed, out, out.shape[0], layout.words,
         layout.partition, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, FILL=_FILL,
-        PACKED=packed(layout), RAW=raw, num_warps=1, enable_fp_fusion=False,
+        PACKED=packed(layout), RAW=raw, num_warps=1,
     )  # fmt: skip

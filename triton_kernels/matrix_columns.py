@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tagc.ops.matrix import COLUMN_LANES
 
-from .jit import jit, tl
+from .jit import cdiv, jit, row_stride, tl
 from .matrix_numbers import bounded, column_upper, load_x, pairs
 from .matrix_runs import (
     Run,
@@ -25,7 +25,6 @@ from .matrix_runs import (
     programs_and_runs,
     whose_matrix,
 )
-from .sizes import cdiv
 
 # Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
 # chains of additions, so only columns and lanes can be divided among threads.
@@ -91,9 +90,9 @@ def sum_columns(
         programs, numbers = programs_and_runs(some, lambda m: cdiv(m.columns, tile), unit)
         matrix_columns_kernel[(programs, grad.shape[0])](
             grad, residual, sums, tops, numbers, grad.stride(0),
-            0 if residual is None else residual.stride(0), sums.stride(0),
+            row_stride(residual), sums.stride(0),
             LOG=_LOG, COLUMNS=tile, STEPS=32 * _WARPS * _IN_FLIGHT // (tile * COLUMN_LANES),
-            UNIT=unit, num_warps=_WARPS, enable_fp_fusion=False,
+            UNIT=unit, num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from tagc.ops.matrix import AnyMatrices
 
-from .device import on_device_of
-from .jit import constant, jit, tl
+from .jit import cdiv, constant, division, jit, next_power_of_2, on_device_of, tl
 from .lag import without_lag
 from .matrix_numbers import INFINITY, unit_of
 from .matrix_read_scales import read_scales
@@ -44,7 +43,6 @@ from .matrix_runs import (
     words_of_row,
 )
 from .scalar import magnitude, widen
-from .sizes import cdiv, next_power_of_2
 
 # Rows of a program's tile; lanes of a thread; words of the tile, in the lanes of all threads. All
 # of a thread's loads from a message are in flight at once: with up to 254 registers, at least 8
@@ -228,8 +226,7 @@ def sum_matrices(
         sent, lead: as of :meth:`tagc.ops.lag.LagOps.undo_lag`, which ``out`` has the result of.
     """
     launches, total = runs_of(layout)
-    divide = divisor & (divisor - 1) != 0
-    factor = float(divisor) if divide else 1.0 / divisor
+    factor, divide = division(divisor)
     for runs in launches:
         f, v = read_scales(
             message, runs=runs, total=total, divisor=factor, divide=divide, more=more, **pieces
@@ -274,5 +271,5 @@ def _sum_tiles(
         # The stride of a single row has no meaning, and would hide the alignment.
         out.stride(0) if K > 1 else 0,
         WIDTH=layout.bits, SIZES=sizes, INNER=_INNER, OUTER=outer, DIVIDE=divide,
-        ADD=add, THREADS=32 * warps, num_warps=warps, enable_fp_fusion=False,
+        ADD=add, THREADS=32 * warps, num_warps=warps,
     )  # fmt: skip

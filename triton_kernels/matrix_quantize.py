@@ -28,8 +28,7 @@ from torch import Tensor
 
 from tagc.ops.matrix import NOT_FINITE, NOTHING, AnyMatrices
 
-from .device import on_device_of
-from .jit import constant, jit, tl
+from .jit import cdiv, constant, jit, next_power_of_2, on_device_of, row_stride, tl
 from .matrix_columns import columns_at_a_time, sum_columns
 from .matrix_numbers import (
     INFINITY,
@@ -55,7 +54,6 @@ from .matrix_runs import (
 from .matrix_scales import write_scales
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
-from .sizes import cdiv, next_power_of_2
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
@@ -313,12 +311,10 @@ def _quantize_rows(
     narrow = grad.itemsize == 2 and (residual is None or residual.itemsize == 2)
     quantize_matrix_kernel[(programs, len(grad))](
         grad, residual, uppers, norms, message, numbers, layout.distance, average, 1 - average,
-        grad.stride(0), 0 if residual is None else residual.stride(0), message.stride(0),
-        uppers.stride(0),
+        grad.stride(0), row_stride(residual), message.stride(0), uppers.stride(0),
         WIDTH=layout.bits, FITTED=layout.fitted, SIZES=sizes,
         LOG_PLACES=layout.places.bit_length() - 1, AVERAGE=average != 0, THREADS=32 * warps,
         num_warps=warps, maxnreg=_REGISTERS if aligned and narrow else None,
-        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tagc.ops.matrix import NOT_FINITE, NOTHING
 
 from .dense import is_spoilt, sum_part
-from .jit import constant, jit, tl
+from .jit import cdiv, constant, jit, tl
 from .matrix_numbers import row_scale, scale_of, upper_of
 from .matrix_runs import (
     Before,
@@ -36,7 +36,6 @@ from .matrix_runs import (
     words_of_row,
 )
 from .scratch import buffer
-from .sizes import cdiv
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
@@ -137,6 +136,6 @@ def read_scales(
     matrix_read_scales_kernel[(programs + more, K * R)](
         message, f, v, numbers, programs, R, message.stride(0), message.stride(1), R * total.rows,
         R * total.row_words,
-        PAIRS=pairs, WORDS=_WORDS, **pieces, num_warps=WARPS, enable_fp_fusion=False,
+        PAIRS=pairs, WORDS=_WORDS, **pieces, num_warps=WARPS,
     )  # fmt: skip
     return f, v

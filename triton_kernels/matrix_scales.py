@@ -23,7 +23,7 @@ from torch import Tensor
 from tagc.ops.matrix import CENTRE, MIN_EXPONENT
 
 from .dense import put_or_note
-from .jit import constant, jit, tl
+from .jit import cdiv, constant, jit, tl
 from .matrix_numbers import (
     column_code,
     largest_of,
@@ -40,7 +40,6 @@ from .matrix_runs import (
     whose_matrix,
     words_of_row,
 )
-from .sizes import cdiv
 
 _CENTRE = constant(CENTRE)
 _MIN_EXPONENT = constant(MIN_EXPONENT)
@@ -154,5 +153,5 @@ def write_scales(
         column_sums.stride(0),
         FITTED=layout.fitted, LOG_PLACES=layout.places.bit_length() - 1,
         LOG_WORDS=words.bit_length() - 1, WORDS=_WORDS, COLUMNS=tile, **pieces,
-        num_warps=warps_of(runs), enable_fp_fusion=False,
+        num_warps=warps_of(runs),
     )  # fmt: skip

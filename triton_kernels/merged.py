@@ -16,8 +16,8 @@ from tagc.ops.matrix import AnyMatrices
 from .codes import blocks_and_warps
 from .dense import put_arguments, put_dense, sum_arguments, sum_dense
 from .dequantize import STEPS, sum_blocks
-from .device import on_device_of
 from .fingerprint import fingerprint, fingerprint_sizes
+from .jit import on_device_of
 from .matrix_dequantize import sum_matrices
 from .matrix_quantize import quantize_matrices
 from .matrix_read_scales import WARPS

@@ -25,9 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from .digits import FIRST, SECOND, SECONDS, prefix
-from .jit import constant, jit, tl
+from .jit import cdiv, constant, jit, tl
 from .scalar import bits_of, load_words, magnitude, narrow_finite, widen, word_of
-from .sizes import cdiv
 from .symbols import clips, restore
 
 # Elements of a tile: with 16 per thread, the registers leave room for too few programs.
@@ -215,7 +214,6 @@ def narrow(
         programs: the target for a row.
     """
     options = {"LANES": lanes, "WORDS": _TILE // (32 * lanes), "num_warps": _WARPS}
-    options["enable_fp_fusion"] = False
     tiles = cdiv(words * 32 * lanes, _TILE)
     many = max(programs, cdiv(tiles, _TILES))
     digit_kernel[(min(many, tiles), rows)](threshold, *given, **options)

@@ -4,7 +4,7 @@ The layout and dtypes alone determine the kernels, grids and configurations. So 
 the same, nothing waits for the device, and a CUDA graph can hold the sequence (after one call
 outside capture, which compiles the kernels). Buffers between the kernels are kept, except those of
 a graph, see :mod:`.scratch`; only :func:`peel` allocates, for its results. Operators launch on the
-device of their tensors, see :mod:`.device`.
+device of their tensors, see :func:`.jit.on_device_of`.
 
 Messages, residuals and outputs have the same bits as those of the reference on a CPU.
 """

@@ -36,10 +36,9 @@ from torch import Tensor
 from tagc.ops.sketch import SketchLayout
 
 from .hashing import cell_at, hash_of, key_of
-from .jit import jit, tl
+from .jit import cdiv, division, jit, tl
 from .keys import contribution
 from .scalar import lane_sums
-from .sizes import cdiv
 from .stash import LANES_OF_A_STEP, pop, push
 from .table import LISTS, ROOM, Table, packed, peeling_programs
 
@@ -266,19 +265,19 @@ def peel_table(
     """
     if layout.groups == 0:
         return
-    divide = divisor & (divisor - 1) != 0
+    factor, divide = division(divisor)
     t, last = table, launches(layout)
     numbers = (
         layout.partition, (1 << 63) // layout.partition if packed(layout) else 1 << 40,
-        layout.cells, out.shape[0], layout.words, float(divisor) if divide else 1.0 / divisor,
+        layout.cells, out.shape[0], layout.words, factor,
     )  # fmt: skip
     shape = {
         "HASHES": layout.hashes, "LANES": layout.symbol.lanes, "PACKED": packed(layout),
-        "RAW": raw, "DIVIDE": divide, "enable_fp_fusion": False,
+        "RAW": raw, "DIVIDE": divide,
     }  # fmt: skip
     singles_kernel[(cdiv(layout.cells, SCAN_BLOCK),)](
         t.entry, t.lists, t.pending, layout.cells,
-        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS, enable_fp_fusion=False,
+        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS,
     )  # fmt: skip
     for launch in range(last):
         peel_kernel[(peeling_programs(layout),)](

@@ -28,10 +28,8 @@ from tagc.ops.blocks import BlockLayout
 
 from .codes import blocks_and_warps, dither_of, quantize_tile, store_message
 from .dense import put_or_note
-from .device import on_device_of
-from .jit import jit, tl
+from .jit import cdiv, jit, on_device_of, row_stride, tl
 from .scalar import fmix32, widen
-from .sizes import cdiv
 
 # Arguments whose alignment makes no difference.
 _PLAIN = [
@@ -133,8 +131,7 @@ def quantize_blocks(
     scales, codes = message.view(torch.int16), message[:, layout.scale_words :]
     quantize_kernel[(cdiv(2 * layout.scale_words, blocks) + more, grad.shape[0])](
         grad, residual, scales, codes, dither, layout.numel, layout.blocks, average, 1 - average,
-        grad.stride(0), 0 if residual is None else residual.stride(0), scales.stride(0),
-        codes.stride(0),
+        grad.stride(0), row_stride(residual), scales.stride(0), codes.stride(0),
         BITS=layout.bits, BLOCKS=blocks, BLOCK=layout.block, AVERAGE=average != 0, **pieces,
-        num_warps=warps, enable_fp_fusion=False,
+        num_warps=warps,
     )  # fmt: skip

@@ -66,6 +66,5 @@ def insert_symbols(
     stash = buffer("insert", (programs * STASH,), torch.int32, cells.device, layout)
     insert_kernel[(programs,)](
         symbols, index, seed, cells, stash, layout.groups, layout.words, layout.partition,
-        WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, HASHES=layout.hashes,
-        num_warps=1, enable_fp_fusion=False,
+        WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, HASHES=layout.hashes, num_warps=1,
     )  # fmt: skip

@@ -27,9 +27,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .direct import Direct, arguments, stride
-from .jit import jit, tl, torch_call
+from .jit import cdiv, jit, row_stride, tl, torch_call
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
-from .sizes import cdiv
 from .symbols import clips, restore, send
 
 # Elements per program: 16 per thread keep enough loads in flight. Their counts fit 12 bits.
@@ -166,11 +165,8 @@ def select(
     late = None if direct is None or residual is None else put_off
     grid = (cdiv(index.shape[1], words), W)
     select_kernel[grid](
-        grad, residual, threshold, support, index, poison, counts, *arguments(direct), late,
-        numel, index.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
-        0 if support is None else support.stride(0), index.stride(0),
-        0 if poison is None else poison.stride(0), counts.stride(0), stride(direct),
-        0 if late is None else late.stride(0),
-        LANES=lanes, WORDS=words, EVERY=capacity >= cdiv(numel, lanes),
-        num_warps=_WARPS, enable_fp_fusion=False,
+        grad, residual, threshold, support, index, poison, counts, *arguments(direct), late, numel,
+        index.shape[1], grad.stride(0), row_stride(residual), row_stride(support), index.stride(0),
+        row_stride(poison), counts.stride(0), stride(direct), row_stride(late),
+        LANES=lanes, WORDS=words, EVERY=capacity >= cdiv(numel, lanes), num_warps=_WARPS,
     )  # fmt: skip

@@ -17,12 +17,11 @@ from torch import Tensor
 from tagc.ops import ABOVE, KEPT, NONZERO
 from tagc.ops.sketch import SketchLayout
 
-from .device import on_device_of
 from .direct import Direct, in_one_pass
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
-from .jit import torch_call
+from .jit import on_device_of, torch_call
 from .keys import count_keys
 from .peel import peel_table
 from .scatter import insert_symbols

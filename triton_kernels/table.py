@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
+from .jit import cdiv
 from .scratch import buffer
-from .sizes import cdiv
 from .stash import PROGRAMS, STASH, STASH_WORDS
 
 # The most peeling launches that can hand work to the next one.

@@ -30,11 +30,10 @@ from torch import Tensor
 from .digits import PUT_OFF, SECOND, THIRDS, TIES, prefix
 from .direct import Direct, arguments, stride
 from .gather import load_groups
-from .jit import jit, tl, torch_call
+from .jit import cdiv, jit, row_stride, tl, torch_call
 from .narrow import narrow
 from .scalar import load_words, lowest_bit, magnitude, narrow_finite, popcount
 from .scratch import buffer
-from .sizes import cdiv
 from .symbols import clips, restore, send
 
 # Words of a tile of the last three kernels, one per thread. (With two threads per word, in four
@@ -271,12 +270,11 @@ def trim(
     candidates = buffer("candidates", tuple(index.shape), torch.int32, grad.device, layout)
     given = (
         grad, residual, index, candidates, counts, histograms, *arguments(direct), numel,
-        index.shape[1], capacity,
-        grad.stride(0), 0 if residual is None else residual.stride(0), index.stride(0),
+        index.shape[1], capacity, grad.stride(0), row_stride(residual), index.stride(0),
         candidates.stride(0), counts.stride(0), histograms.stride(0), stride(direct),
     )  # fmt: skip
     options = {
-        "LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS, "enable_fp_fusion": False,
+        "LANES": lanes, "WORDS": _WORDS, "num_warps": _WARPS,
     }  # fmt: skip
     narrow(threshold, given, lanes=lanes, words=index.shape[1], rows=W, programs=programs)
     for digits in range(2, 4):

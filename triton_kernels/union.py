@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .jit import jit, tl
+from .jit import cdiv, jit, tl
 from .scalar import load_words
-from .sizes import cdiv
 from .table import LISTS, Table
 
 _BLOCK = 1024
@@ -69,5 +68,5 @@ def unite(
     union_kernel[(max(1, cdiv(max(length, entries), _BLOCK)),)](
         index, cells, table.open, table.entry, table.value, table.pending, stats,
         W, index.stride(0), layout.groups, layout.words, length, entries,
-        BLOCK=_BLOCK, LISTS=LISTS, num_warps=_WARPS, enable_fp_fusion=False,
+        BLOCK=_BLOCK, LISTS=LISTS, num_warps=_WARPS,
     )  # fmt: skip

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .jit import jit, tl
+from .jit import cdiv, division, jit, tl
 from .scalar import bits_of, lane_sums, load_words, popcount
-from .sizes import cdiv
 from .table import Table
 
 _WORDS = 16
@@ -58,10 +57,8 @@ def write(
     """Write ``out`` ``[n]``, and the number of keys to ``stats[0]``."""
     if layout.numel == 0:
         return
-    divide = divisor & (divisor - 1) != 0
+    factor, divide = division(divisor)
     write_kernel[(cdiv(layout.words, _WORDS),)](
-        table.open, cells, step, out, stats, layout.numel, layout.words,
-        float(divisor) if divide else 1.0 / divisor,
-        LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        table.open, cells, step, out, stats, layout.numel, layout.words, factor,
+        LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide, num_warps=_WARPS,
     )  # fmt: skip
