@@ -76,13 +76,13 @@ def values_of(words, outer, f, mask, WIDTH: tl.constexpr, INNER: tl.constexpr):
     """The values of the codes in lanes ``INNER * outer + i`` of int32 words, times ``f``: a float32
     tensor for each ``i``.
 
-    Codes of several bits become part of a mantissa, as in :func:`.codes.codes_at`, but in units of
+    Codes of several bits become part of a mantissa, as in :func:`.blocks.codes_at`, but in units of
     half a code, for ``2 q + 1``. The exponent's value has few enough bits for an exact product with
     ``f`` if no code begins below bit 5; words are rotated for that.
 
     Args:
         outer: int32, of the shape of ``words`` or one that broadcasts with it.
-        mask: int32 scalar ``(1 << WIDTH) - 1``, see :func:`.codes.codes_at`.
+        mask: int32 scalar ``(1 << WIDTH) - 1``, see :func:`.blocks.codes_at`.
     """
     values = ()
     if WIDTH == 1:

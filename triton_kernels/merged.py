@@ -13,9 +13,8 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout
 from tagc.ops.matrix import AnyMatrices
 
-from .codes import blocks_and_warps
+from .blocks import STEPS, blocks_and_warps, quantize_blocks, sum_blocks
 from .dense import put_arguments, put_dense, sum_arguments, sum_dense
-from .dequantize import STEPS, sum_blocks
 from .fingerprint import fingerprint, fingerprint_sizes
 from .jit import on_device_of
 from .matrix_dequantize import sum_matrices
@@ -23,7 +22,6 @@ from .matrix_quantize import quantize_matrices
 from .matrix_read_scales import WARPS
 from .matrix_runs import runs_of
 from .matrix_scales import warps_of
-from .quantize import quantize_blocks
 
 
 @on_device_of("grad")

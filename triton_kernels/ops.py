@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .blocks import dequantize, quantize
 from .dense import put_dense, sum_dense
-from .dequantize import dequantize
 from .exact_decode import decode_exact
 from .exact_encode import encode_exact
 from .exact_measure import measure_exact
@@ -26,7 +26,6 @@ from .lag import undo_lag
 from .matrix_dequantize import dequantize_matrix
 from .matrix_quantize import quantize_matrix
 from .merged import dequantize_and_sum, quantize_and_put
-from .quantize import quantize
 from .recorded import Recorded
 from .scratch import release
 from .sketch import decode, encode, insert, peel, select
