@@ -16,9 +16,7 @@ import torch
 
 from .blocks import dequantize, quantize
 from .dense import put_dense, sum_dense
-from .exact_decode import decode_exact
-from .exact_encode import encode_exact
-from .exact_measure import measure_exact
+from .exact import decode_exact, encode_exact, measure_exact
 from .exponents import pack_exponents, unpack_exponents
 from .fingerprint import fingerprint
 from .jit import compiling_only
