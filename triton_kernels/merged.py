@@ -17,11 +17,9 @@ from .blocks import STEPS, blocks_and_warps, quantize_blocks, sum_blocks
 from .dense import put_arguments, put_dense, sum_arguments, sum_dense
 from .fingerprint import fingerprint, fingerprint_sizes
 from .jit import on_device_of
-from .matrix_dequantize import sum_matrices
-from .matrix_quantize import quantize_matrices
-from .matrix_read_scales import WARPS
+from .matrix_dequantize import HEAD_WARPS, sum_matrices
+from .matrix_quantize import quantize_matrices, warps_of
 from .matrix_runs import runs_of
-from .matrix_scales import warps_of
 
 
 @on_device_of("grad")
@@ -88,7 +86,7 @@ def dequantize_and_sum(
         pieces["STEPS"] = STEPS
         sum_blocks(message, out, layout, divisor, add, programs, **pieces)
     elif runs_of(layout)[0]:
-        programs, pieces = sum_arguments(*given, WARPS)
+        programs, pieces = sum_arguments(*given, HEAD_WARPS)
         last = out if ahead is None else ahead[None]
         sum_matrices(message, last, layout, divisor, add, sent, lead, programs, **pieces)
     else:
