@@ -1,6 +1,6 @@
 """Emit: quantize the kept groups, leave the rest in the residual, add symbols to the cells.
 
-:mod:`.symbols` describes what a group sends and leaves; a symbol is added to one cell per
+:mod:`.groups` describes what a group sends and leaves; a symbol is added to one cell per
 partition. A program first lists the groups of its words (see :mod:`.stash`), so it touches only
 kept groups. Cells are added to by reductions without a result, in no fixed order: sums of integers
 do not depend on it.
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
+from .groups import clips, send
 from .jit import jit, row_stride, tl, torch_call
 from .scalar import narrow_finite, widen
 from .scatter import scatter
 from .scratch import buffer
 from .stash import LANES_OF_A_STEP, STASH, STASH_WORDS, pop, push_bits
-from .symbols import clips, send
 from .table import listing_programs
 
 # Arguments whose alignment makes no difference.

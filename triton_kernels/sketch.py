@@ -11,13 +11,14 @@ replaces all of these but the first. Insert and peel use the same table without 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tagc.ops import ABOVE, KEPT, NONZERO
 from tagc.ops.sketch import SketchLayout
 
-from .direct import Direct, in_one_pass
 from .emit import emit
 from .estimate import estimate
 from .expand import expand
@@ -51,22 +52,22 @@ def encode(
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.encode`."""
     bitmap, poison = index[:, : layout.words], index[:, layout.words]
-    lanes, trims = layout.symbol.lanes, support is None and capacity < layout.groups
-    direct = None
-    if in_one_pass(layout, residual):
-        direct = Direct(cells=cells, step=step, levels=levels)
-    histograms = cleared_histograms(grad, bitmap, layout) if trims else None
+    trims = support is None and capacity < layout.groups
+    histograms = cleared_histograms(grad, layout) if trims else None
+    # Whether the dense pass makes the sketch.
+    in_one_pass = layout.direct and (residual is None or residual.dtype == torch.float32)
+    direct: dict[str, Any] = {"cells": cells, "step": step, "levels": float(levels)}
+    direct = direct if in_one_pass else {}
     select_groups(
-        grad, residual, threshold, bitmap, poison, counts,
-        lanes=lanes, capacity=capacity, support=support, direct=direct,
-        put_off=None if histograms is None else put_off_of(histograms),
+        grad, residual, threshold, bitmap, poison, counts, layout=layout, capacity=capacity,
+        support=support, put_off=None if histograms is None else put_off_of(histograms), **direct,
     )  # fmt: skip
-    if trims:
+    if histograms is not None:
         trim(
-            grad, residual, threshold, bitmap, counts, lanes=lanes, capacity=capacity,
-            layout=layout, histograms=histograms, direct=direct,
+            grad, residual, threshold, bitmap, counts, histograms,
+            layout=layout, capacity=capacity, **direct,
         )  # fmt: skip
-    if direct is None:
+    if not in_one_pass:
         emit(
             grad, residual, step, seed, index, cells, counts,
             layout=layout, levels=levels, capacity=capacity, counted=support is not None,
@@ -84,10 +85,10 @@ def select(
     capacity: int,
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.select`."""
-    lanes = layout.symbol.lanes
-    select_groups(x, None, threshold, bitmap, None, counts, lanes=lanes, capacity=capacity)
-    trim(x, None, threshold, bitmap, counts, lanes=lanes, capacity=capacity, layout=layout)
+    select_groups(x, None, threshold, bitmap, None, counts, layout=layout, capacity=capacity)
     if capacity < layout.groups:
+        histograms = cleared_histograms(x, layout)
+        trim(x, None, threshold, bitmap, counts, histograms, layout=layout, capacity=capacity)
         torch_call(_clamp, counts[:, ABOVE], capacity, counts[:, KEPT])
     else:
         torch_call(Tensor.copy_, counts[:, KEPT], counts[:, NONZERO])
