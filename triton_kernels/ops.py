@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from .blocks import dequantize, quantize
+from .decode import decode, peel
 from .dense import put_dense, sum_dense
+from .encode import encode, insert, select
 from .exact import decode_exact, encode_exact, measure_exact
 from .exponents import pack_exponents, unpack_exponents
 from .fingerprint import fingerprint
@@ -26,7 +28,6 @@ from .matrix_quantize import quantize_matrix
 from .merged import dequantize_and_sum, quantize_and_put
 from .recorded import Recorded
 from .scratch import release
-from .sketch import decode, encode, insert, peel, select
 from .thresholds import steer
 
 
