@@ -94,26 +94,6 @@ def union_kernel(
             tl.store(pending + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
 
 
-def unite(
-    index: Tensor, cells: Tensor, stats: Tensor, table: Table, *, layout: SketchLayout
-) -> None:
-    """Write union and table; set the pending counts and ``stats`` to 0.
-
-    Args:
-        index: ``[W, length]`` int32, bitmaps, with a poison word (``index_words``) or without
-            (``words``).
-        cells: ``[cells]``, the sums; not needed for a direct layout.
-        stats: ``[2]`` int32, written.
-    """
-    W, length = index.shape
-    entries = 0 if layout.direct else layout.cells
-    union_kernel[(max(1, cdiv(max(length, entries), _ENTRIES)),)](
-        index, cells, table.open, table.entry, table.value, table.pending, stats,
-        W, index.stride(0), layout.groups, layout.words, length, entries,
-        BLOCK=_ENTRIES, LISTS=LISTS, num_warps=_WARPS,
-    )  # fmt: skip
-
-
 @jit(do_not_specialize=["words", "partition", "seed", "stats"])
 def keys_kernel(
     union, entry, stash, stats, seed, out, n, words, partition,
@@ -149,25 +129,6 @@ def keys_kernel(
             tl.atomic_add(entry + cell_at(h, partition, i), more, mask=item >= 0, sem="relaxed")
     if (i == 0) & (total > 0):
         tl.atomic_add(stats, total, sem="relaxed")
-
-
-def count_keys(
-    seed: Tensor, stats: Tensor, out: Tensor, table: Table, *, layout: SketchLayout, raw: bool
-) -> None:
-    """Count keys into ``table.entry`` and ``stats[0]``; clear ``out``.
-
-    Args:
-        out: ``[n]`` elements, or ``[groups]`` symbols.
-        raw: whether ``out`` takes symbols.
-    """
-    if layout.groups == 0:
-        return
-    programs = listing_programs(layout.words, layout.hashes)
-    keys_kernel[(programs, layout.hashes)](
-        table.open, table.entry, table.stash, stats, seed, out, out.shape[0], layout.words,
-        layout.partition, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, FILL=_FILL,
-        PACKED=packed(layout), RAW=raw, num_warps=1,
-    )  # fmt: skip
 
 
 @jit(do_not_specialize=["words", "divisor", "step", "stats"])
@@ -273,6 +234,38 @@ def estimate_kernel(
                 tl.store(residual + j, x, mask=owed)
 
 
+def _sum_and_peel(
+    index: Tensor,
+    cells: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    layout: SketchLayout,
+    divisor: int,
+    raw: bool,
+) -> Table:
+    """OR bitmaps ``[W, length]``, with a poison word (``index_words``) or without (``words``). In a
+    direct layout that is all; otherwise write what can be recovered to ``out``: elements, or if
+    ``raw``, symbols. The bits of other keys stay set in the table."""
+    (W, length), table = index.shape, table_of(layout, cells.device)
+    entries = 0 if layout.direct else layout.cells
+    union_kernel[(max(1, cdiv(max(length, entries), _ENTRIES)),)](
+        index, cells, table.open, table.entry, table.value, table.pending, stats,
+        W, index.stride(0), layout.groups, layout.words, length, entries,
+        BLOCK=_ENTRIES, LISTS=LISTS, num_warps=_WARPS,
+    )  # fmt: skip
+    if layout.groups and not layout.direct:
+        programs = listing_programs(layout.words, layout.hashes)
+        keys_kernel[(programs, layout.hashes)](
+            table.open, table.entry, table.stash, stats, seed, out, out.shape[0], layout.words,
+            layout.partition, WORDS=STASH_WORDS, STASH=STASH, BLOCK=LANES_OF_A_STEP, FILL=_FILL,
+            PACKED=packed(layout), RAW=raw, num_warps=1,
+        )  # fmt: skip
+        peel_table(seed, step, out, table, layout, divisor, raw)
+    return table
+
+
 @on_device_of("cells")
 def decode(
     index: Tensor,
@@ -287,29 +280,24 @@ def decode(
     divisor: int,
 ) -> None:
     """See :meth:`tagc.ops.sketch.SketchOps.decode`."""
-    table = table_of(layout, cells.device)
-    unite(index, cells, stats, table, layout=layout)
-    if layout.direct:
-        if layout.numel:
-            factor, divide = division(divisor)
-            write_kernel[(cdiv(layout.words, _WORDS),)](
-                table.open, cells, step, out, stats, layout.numel, layout.words, factor,
-                LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide, num_warps=_WARPS,
-            )  # fmt: skip
+    table = _sum_and_peel(index, cells, step, seed, out, stats, layout, divisor, raw=False)
+    if not layout.groups:
         return
-    count_keys(seed, stats, out, table, layout=layout, raw=False)
-    peel_table(seed, step, out, table, layout=layout, divisor=divisor, raw=False)
-    if layout.groups:
-        entry, marks, grid = table.entry, table.open, (cdiv(layout.words, _MARKS),)
-        sizes = {
-            "BLOCK": _MARKS, "WORDS": _AT_ONCE, "HASHES": layout.hashes, "num_warps": _WARPS,
-        }  # fmt: skip
-        if residual is not None and packed(layout):
-            clear_kernel[grid](entry, marks, seed, layout.words, layout.partition, **sizes)
-        estimate_kernel[grid](
-            entry, table.value, marks, stats, seed, step, residual, layout.numel, layout.words,
-            layout.partition, LANES=layout.symbol.lanes, **sizes,
+    if layout.direct:
+        factor, divide = division(divisor)
+        write_kernel[(cdiv(layout.words, _WORDS),)](
+            table.open, cells, step, out, stats, layout.numel, layout.words, factor,
+            LANES=layout.symbol.lanes, WORDS=_WORDS, DIVIDE=divide, num_warps=_WARPS,
         )  # fmt: skip
+        return
+    entry, marks, grid = table.entry, table.open, (cdiv(layout.words, _MARKS),)
+    sizes = {"BLOCK": _MARKS, "WORDS": _AT_ONCE, "HASHES": layout.hashes, "num_warps": _WARPS}
+    if residual is not None and packed(layout):
+        clear_kernel[grid](entry, marks, seed, layout.words, layout.partition, **sizes)
+    estimate_kernel[grid](
+        entry, table.value, marks, stats, seed, step, residual, layout.numel, layout.words,
+        layout.partition, LANES=layout.symbol.lanes, **sizes,
+    )  # fmt: skip
 
 
 @on_device_of("cells")
@@ -319,13 +307,9 @@ def peel(
     """See :meth:`tagc.ops.sketch.SketchOps.peel`."""
     symbols = torch.empty(layout.groups, dtype=cells.dtype, device=cells.device)
     stuck = torch.empty(layout.groups, dtype=torch.int8, device=cells.device)
-    table = table_of(layout, cells.device)
     stats = buffer("stats", (2,), torch.int32, cells.device, layout)
-    unite(index[None], cells, stats, table, layout=layout)
-    if not layout.direct:
-        count_keys(seed, stats, symbols, table, layout=layout, raw=True)
-        # Symbols stay as they are: neither step nor divisor matters.
-        peel_table(seed, seed, symbols, table, layout=layout, divisor=1, raw=True)
+    # Symbols stay as they are: neither step nor divisor matters.
+    table = _sum_and_peel(index[None], cells, seed, seed, symbols, stats, layout, 1, raw=True)
     if layout.groups:
         expand_kernel[(cdiv(layout.words, _WORDS),)](
             table.open, cells, symbols, stuck, layout.groups, layout.words,

@@ -1,6 +1,4 @@
-"""Gather: load x of groups by their keys, after the selection has updated the residual.
-
-Symbols: quantize groups to symbols and residuals, and restore the elements from both.
+"""Groups: load them, quantize them to symbols and residuals, and restore the elements from both.
 
 A kept element sends ``q = rint(clip(x / step, -levels, levels))``. Its residual becomes
 ``x - q * step``, and the group's symbol is ``v = Σ qᵢ · 2^(bits·i)``. The step is a power of two,
@@ -18,14 +16,9 @@ from .scalar import lane_sums, rint, widen
 
 @jit
 def load_groups(grad, residual, key, there, n, LANES: tl.constexpr):
-    """x of groups of one destination.
-
-    A float32 residual holds x already; otherwise x is the sum of gradient and residual, if any.
-
-    Args:
-        grad, residual: first element of the destination; residual may be None.
-        key: ``[N]`` int32, groups; read where ``there``.
-        n: number of elements of the destination.
+    """x of the groups ``key`` (``[N]`` int32) of one destination with ``n`` elements, after the
+    selection. A float32 residual holds x already; otherwise x is the sum of gradient and residual,
+    if any.
 
     Returns:
         x ``[N, LANES]`` float32, 0 for missing elements; the elements' places, int64; whether they

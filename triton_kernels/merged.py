@@ -15,7 +15,7 @@ from tagc.ops.matrix import AnyMatrices
 
 from .blocks import STEPS, blocks_and_warps, quantize_blocks, sum_blocks
 from .dense import put_arguments, put_dense, sum_arguments, sum_dense
-from .fingerprint import fingerprint, fingerprint_sizes
+from .fingerprint import fingerprint, fingerprint_arguments
 from .jit import on_device_of
 from .matrix_dequantize import HEAD_WARPS, sum_matrices
 from .matrix_quantize import quantize_matrices, warps_of
@@ -49,17 +49,14 @@ def quantize_and_put(
             fingerprint(x[0], sums, before)
         return
     puts, pieces = put_arguments(x, whole, stamp, dense, warps)
-    pieces["puts"], parts = puts, 0
+    more, pieces["puts"] = puts, puts
     if sums is not None:
-        bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
-        pieces |= {
-            "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
-            "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
-        }  # fmt: skip
+        pieces |= {"sums": sums, "before": before, **fingerprint_arguments(x[0], warps)}
+        more += pieces["parts"]
     if isinstance(layout, BlockLayout):
-        quantize_blocks(grad, residual, message, dither, layout, average, puts + parts, **pieces)
+        quantize_blocks(grad, residual, message, dither, layout, average, more, **pieces)
     else:
-        quantize_matrices(grad, residual, message, layout, average, puts + parts, **pieces)
+        quantize_matrices(grad, residual, message, layout, average, more, **pieces)
 
 
 @on_device_of("out")

@@ -247,19 +247,12 @@ def peel_table(
     step: Tensor,
     out: Tensor,
     table: Table,
-    *,
     layout: SketchLayout,
     divisor: int,
     raw: bool,
 ) -> None:
-    """Write the keys that can be recovered to ``out``; the bits of the others stay set.
-
-    Args:
-        out: ``[n]`` elements, or ``[groups]`` symbols; cleared before.
-        raw: whether ``out`` takes symbols.
-    """
-    if layout.groups == 0:
-        return
+    """Write the keys that can be recovered to ``out``, which was cleared: ``[n]`` elements, or if
+    ``raw``, ``[groups]`` symbols. The bits of the others stay set."""
     factor, divide = division(divisor)
     t, last = table, launches(layout)
     numbers = (

@@ -125,11 +125,7 @@ def prefix(histogram, capacity, DIGITS: tl.constexpr):
 
 @jit
 def _load_tile(grad, residual, cells, unit, start, n, WORDS: tl.constexpr, LANES: tl.constexpr):
-    """x before trimming of the groups of a tile, if they are marked.
-
-    Args:
-        grad, residual, cells: first element of the destination; residual and cells may be None.
-        start: first group.
+    """x before trimming of the groups of a tile from ``start`` on, if they are marked.
 
     Returns:
         x ``[WORDS, 32, LANES]``; what was read last, of the same elements in a row, the residual
