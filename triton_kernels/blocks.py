@@ -40,7 +40,7 @@ from tagc.ops.blocks import BlockLayout
 
 from .dense import is_spoilt, put_or_note, sum_part
 from .jit import cdiv, constant, division, jit, on_device_of, row_stride, tl
-from .scalar import bfloat16_bits, fmix32, magnitude, widen
+from .scalar import fmix32, magnitude, narrow_finite, widen
 
 # Added to a float32 below 2**22, it leaves the rounded integer in the lowest bits.
 _INTEGER = constant(1.5 * 2**23)
@@ -78,16 +78,6 @@ def dither_of(pair, salt):
 
 
 @jit
-def _scale_bits(m, DITHERED: tl.constexpr):
-    """Bits (uint32) of the bfloat16 scale of float32 ``m``; rounded up if codes are dithered."""
-    if DITHERED:
-        up = (m.to(tl.uint32, bitcast=True) + 0xFFFD) >> 16
-        return tl.minimum(up, 0x7F7F)  # the largest
-    else:
-        return bfloat16_bits(m)
-
-
-@jit
 def quantize_tile(x, BITS: tl.constexpr, dither=None):
     """Quantize blocks.
 
@@ -115,7 +105,11 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
         largest = tl.maximum(largest, magnitude(x[k]))
     largest = tl.max(tl.max(largest, 2), 1)
     finite = largest < 0x7F800000
-    scale = _scale_bits(largest.to(tl.float32, bitcast=True) * (1.0 / LEVELS), dither is not None)
+    m = largest.to(tl.float32, bitcast=True) * (1.0 / LEVELS)
+    if dither is not None:  # rounded up, at most to the largest
+        scale = tl.minimum((m.to(tl.uint32, bitcast=True) + 0xFFFD) >> 16, 0x7F7F)
+    else:
+        scale = narrow_finite(m, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     scale = tl.where(finite & (scale >= 0x80), scale, 0)  # 0x80 is MIN_SCALE
     s = (scale << 16).to(tl.float32, bitcast=True)
     one = tl.full(s.shape, 1.0, tl.float32)
@@ -143,28 +137,6 @@ def quantize_tile(x, BITS: tl.constexpr, dither=None):
     words = tl.where(scale[:, None] != 0, words, 0)
     scale = tl.where(finite, scale, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
     return scale, words, left, finite
-
-
-@jit
-def store_message(
-    scales, codes, scale, words, first, blocks, BLOCKS: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Store the results of :func:`quantize_tile` for the blocks from ``first`` in a row's message.
-
-    Args:
-        scales: first scale of the row, int16; there are ``blocks`` of them, rounded up to even.
-        codes: first code word of the row.
-    """
-    b = tl.arange(0, BLOCKS)
-    tl.store(scales + first + b, scale, mask=b < blocks + blocks % 2 - first)
-    place = codes + first * WORDS + (b[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
-    tl.store(place, words, mask=b[:, None] < blocks - first)
-
-
-@jit
-def scale_of(half):
-    """float32 scale of its int16 bits."""
-    return (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -247,10 +219,11 @@ def quantize_kernel(
             # The number of a pair wraps after 2**32 pairs.
             dither += (dither_of((start // 2 + pair).to(tl.uint32), salt),)
     scale, words, left, finite = quantize_tile(x, BITS, None if seeds is None else dither)
-    store_message(
-        scales + r * scales_stride, codes + r * codes_stride, scale, words, first, blocks,
-        BLOCKS, WORDS,
-    )  # fmt: skip
+    scales += r * scales_stride
+    codes += r * codes_stride
+    tl.store(scales + first + b, scale, mask=b < blocks + blocks % 2 - first)
+    place = codes + first * WORDS + (b[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
+    tl.store(place, words, mask=b[:, None] < blocks - first)
     if residual is not None:
         for lane in tl.static_range(LANES):
             j = of_block + lane * WORDS + word
@@ -344,7 +317,8 @@ def dequantize_kernel(
     exists = b < blocks - first
     for _ in range(0, R, AT_ONCE):
         for _ in tl.static_range(AT_ONCE):
-            s = scale_of(tl.load(scales + b, mask=exists, other=0))
+            s = tl.load(scales + b, mask=exists, other=0).to(tl.int32) << 16
+            s = s.to(tl.float32, bitcast=True)
             w = tl.load(codes + word, mask=exists[:, None], other=0)
             s = tl.broadcast_to(s[:, None], w.shape)
             added = ()

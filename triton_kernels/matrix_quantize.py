@@ -220,26 +220,6 @@ _OF_ROWS = ["message", "norms", "distance", "message_stride"]
 
 
 @jit
-def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
-    """Codes of ``x`` ``[ROWS, PLACES, COLUMNS]``, int32 with ``WIDTH`` bits at their place in the
-    word, and their quantization errors, rounded once. Scales and shifts broadcast."""
-    y = x * inverse_f * inverse_v
-    v = tl.broadcast_to(v, x.shape)
-    if WIDTH == 1:
-        negative = y < _LEAST
-        f = tl.where(negative, f, negated(f))
-        return tl.where(negative, tl.full([1, 1, 1], 1, tl.int32) << shift, 0), tl.fma(f, v, x)
-    else:
-        HALF: tl.constexpr = 1 << (WIDTH - 1)
-        y = tl.minimum(tl.maximum(y * 0.5, -HALF), HALF - 1)
-        nearest = y + _INTEGER
-        nearest = tl.where(nearest - _INTEGER > y, nearest - 1.0, nearest)
-        q = nearest - _INTEGER
-        code = nearest.to(tl.int32, bitcast=True) & ((1 << WIDTH) - 1)
-        return code << shift, tl.fma(q + q + 1.0, negated(f) * v, x)
-
-
-@jit
 def stands_for(x, v, FITTED: tl.constexpr):
     """The terms of a row's sum."""
     # The term of an element that is not finite does not matter: its row sends no codes.
@@ -276,10 +256,25 @@ def store_words(residual, left, old, kept, fresh, start, stored, place, w, row_w
 
 @jit
 def say(x, f, inverse_f, sends, upper, place, WIDTH: tl.constexpr):
-    """Codes as ``[ROWS, WORDS]`` int32, and their quantization errors."""
+    """Codes of ``x`` ``[ROWS, PLACES, WORDS]`` as words ``[ROWS, WORDS]`` int32, and their
+    quantization errors, rounded once."""
     # Elements past the row's end are zeros, whose codes are 0.
-    v, inverse_v = scale_of(upper), inverse_of(upper)
-    code, left = code_and_left(x, f, inverse_f, v, inverse_v, place * WIDTH, WIDTH)
+    v, inverse_v, shift = scale_of(upper), inverse_of(upper), place * WIDTH
+    y = x * inverse_f * inverse_v
+    v = tl.broadcast_to(v, x.shape)
+    if WIDTH == 1:
+        negative = y < _LEAST
+        f = tl.where(negative, f, negated(f))
+        code = tl.where(negative, tl.full([1, 1, 1], 1, tl.int32) << shift, 0)
+        left = tl.fma(f, v, x)
+    else:
+        HALF: tl.constexpr = 1 << (WIDTH - 1)
+        y = tl.minimum(tl.maximum(y * 0.5, -HALF), HALF - 1)
+        nearest = y + _INTEGER
+        nearest = tl.where(nearest - _INTEGER > y, nearest - 1.0, nearest)
+        q = nearest - _INTEGER
+        code = (nearest.to(tl.int32, bitcast=True) & ((1 << WIDTH) - 1)) << shift
+        left = tl.fma(q + q + 1.0, negated(f) * v, x)
     return tl.where(sends[:, None], tl.sum(code, 1), 0), left
 
 

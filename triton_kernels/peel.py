@@ -61,14 +61,11 @@ _NO_LIMIT = (1 << 31) - 1
 _PLAIN = ["launch", "limit", "partition", "inverse", "words", "divisor", "seed", "step"]
 
 
-def synchronous_rounds(layout: SketchLayout) -> int:
-    """Rounds to peel ``layout.keys`` keys, as measured, if each round sees the last one."""
-    return math.ceil(2.3 * layout.keys**0.25) + 2
-
-
 def launches(layout: SketchLayout) -> int:
     """Number of wide launches before one program finishes the rest."""
-    return min(LISTS - 1, max(1, cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
+    # As measured, if each round sees the last one.
+    rounds = math.ceil(2.3 * layout.keys**0.25) + 2
+    return min(LISTS - 1, max(1, cdiv(3 * rounds, 2 * _STEPS)))
 
 
 @jit

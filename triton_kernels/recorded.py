@@ -115,12 +115,9 @@ class Recorded:
                     self._fixed.add(number)
             start = call.start if call.launch else partial(_without_stream, call.start)
             self._starts.append((start, arguments))
-        self.ready = bool(calls) and not _is_capturing()
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, whose buffers are its own: see :mod:`.scratch`."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # A CUDA graph that is being captured has buffers of its own: see scratch.py.
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.ready = bool(calls) and not capturing
 
 
 def _without_stream(function: Callable[..., object], *args: Any, stream: int) -> None:
