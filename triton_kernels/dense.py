@@ -20,11 +20,9 @@ from torch import Tensor
 
 from tagc.ops.dense import DenseLayout
 
-from .device import on_device_of
 from .fingerprint import fingerprint_part
-from .jit import jit, tl
+from .jit import cdiv, division, jit, on_device_of, tl
 from .scalar import widen
-from .sizes import cdiv
 
 _WARPS = 4
 # Elements of a warp.
@@ -55,24 +53,18 @@ def to_bfloat16(x):
 
 
 @jit
-def stamps_differ(stamps, stamp, R, stamps_next, STAMPS: tl.constexpr):
-    """Whether any message's stamp differs."""
-    mark, count = tl.load(stamp), tl.load(stamp + 1)
-    lane = tl.arange(0, STAMPS)
-    differs = tl.zeros([STAMPS], tl.int32)
-    for first in range(0, R, STAMPS):
-        inside = lane < R - first
-        at = stamps + (first + lane).to(tl.int64) * stamps_next
-        differs |= (tl.load(at, mask=inside, other=mark) != mark).to(tl.int32)
-        differs |= (tl.load(at + 1, mask=inside, other=count) != count).to(tl.int32)
-    return tl.max(differs, 0) != 0
-
-
-@jit
 def is_spoilt(stamps, stamp, wrong, R, stamps_next, STAMPS: tl.constexpr):
-    """Whether rows become NaN: if a stamp differs, or without stamps, if the flag is set."""
+    """Whether rows become NaN: if any stamp differs, or without stamps, if the flag is set."""
     if stamp is not None:
-        return stamps_differ(stamps, stamp, R, stamps_next, STAMPS)
+        mark, count = tl.load(stamp), tl.load(stamp + 1)
+        lane = tl.arange(0, STAMPS)
+        differs = tl.zeros([STAMPS], tl.int32)
+        for first in range(0, R, STAMPS):
+            inside = lane < R - first
+            at = stamps + (first + lane).to(tl.int64) * stamps_next
+            differs |= (tl.load(at, mask=inside, other=mark) != mark).to(tl.int32)
+            differs |= (tl.load(at + 1, mask=inside, other=count) != count).to(tl.int32)
+        return tl.max(differs, 0) != 0
     else:
         return tl.load(wrong) != 0
 
@@ -248,9 +240,7 @@ def sum_dense_kernel(
 def put_dense(x: Tensor, message: Tensor, stamp: Tensor | None, *, layout: DenseLayout) -> None:
     """See :func:`tagc.ops.reference.put_dense`."""
     programs, arguments = put_arguments(x, message, stamp, layout, _WARPS)
-    put_dense_kernel[(programs, len(message))](
-        **arguments, num_warps=_WARPS, enable_fp_fusion=False
-    )
+    put_dense_kernel[(programs, len(message))](**arguments, num_warps=_WARPS)
 
 
 @on_device_of("message")
@@ -265,10 +255,9 @@ def sum_dense(
 ) -> None:
     """See :func:`tagc.ops.reference.sum_dense`."""
     programs, arguments = sum_arguments(message, out, stamp, wrong, layout, divisor, _WARPS)
-    divide = divisor & (divisor - 1) != 0
+    factor, divide = division(divisor)
     sum_dense_kernel[(programs, len(message))](
-        message.shape[1], float(divisor) if divide else 1.0 / divisor, **arguments, DIVIDE=divide,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        message.shape[1], factor, **arguments, DIVIDE=divide, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -276,14 +265,10 @@ def put_arguments(
     x: Tensor, message: Tensor, stamp: Tensor | None, layout: DenseLayout, warps: int
 ) -> tuple[int, dict[str, Any]]:
     """Programs for each row, and arguments of kernels that call :func:`put_part`."""
-    elements = message.view(layout.wire)
-    programs, arguments = _arguments(layout, message.device, warps, stamp is not None)
+    programs, arguments = _arguments(layout, message, x, stamp, warps, stamp is not None)
     half = any(piece.numel * layout.wire.itemsize % 4 for piece in layout.pieces)
     return programs, arguments | {
-        "rows": x, "elements": elements, "stamps": message[:, layout.tail :], "stamp": stamp,
-        "messages": len(message), "rows_stride": x.stride(0),
-        "elements_stride": elements.stride(0), "stamps_stride": message.stride(0), "HALF": half,
-        "STAMPS": _STAMPS,
+        "messages": len(message), "stamps_stride": message.stride(0), "HALF": half,
     }  # fmt: skip
 
 
@@ -297,31 +282,31 @@ def sum_arguments(
     warps: int,
 ) -> tuple[int, dict[str, Any]]:
     """Programs for each row, and arguments of kernels that call :func:`sum_part`."""
-    elements = message.view(layout.wire)
-    programs, arguments = _arguments(layout, message.device, warps, wrong is not None)
+    programs, arguments = _arguments(layout, message, rows, stamp, warps, wrong is not None)
     return programs, arguments | {
-        "rows": rows, "elements": elements, "stamps": message[..., layout.tail :], "stamp": stamp,
         "wrong": None if wrong is None else wrong.view(torch.int8), "columns": rows.shape[1],
-        "rows_stride": rows.stride(0), "elements_stride": elements.stride(0),
-        "elements_next": elements.stride(1), "stamps_next": message.stride(1),
-        "ONE": message.shape[1] == 1 and divisor == 1, "STEPS": _STEPS, "STAMPS": _STAMPS,
+        "elements_next": arguments["elements"].stride(1), "stamps_next": message.stride(1),
+        "ONE": message.shape[1] == 1 and divisor == 1, "STEPS": _STEPS,
     }  # fmt: skip
 
 
 def _arguments(
-    layout: DenseLayout, device: torch.device, warps: int, more: bool
+    layout: DenseLayout,
+    message: Tensor,
+    rows: Tensor,
+    stamp: Tensor | None,
+    warps: int,
+    more: bool,
 ) -> tuple[int, dict[str, Any]]:
-    tile, unit, pieces = _EACH * warps, _unit(layout), len(layout.pieces)
+    tile, pieces, elements = _EACH * warps, len(layout.pieces), message.view(layout.wire)
+    unit = math.gcd(_LARGEST_UNIT, *(n for p in layout.pieces for n in (p.column, p.numel)))
     tiles = cdiv(max((piece.numel for piece in layout.pieces), default=1), tile)
     return tiles * (pieces + more), {
-        "table": _table(layout, unit, device), "pieces": pieces, "tiles": tiles, "UNIT": unit,
-        "OF_WORDS": 16 // layout.wire.itemsize, "TILE": tile,
+        "rows": rows, "elements": elements, "stamps": message[..., layout.tail :], "stamp": stamp,
+        "table": _table(layout, unit, message.device), "pieces": pieces, "tiles": tiles,
+        "rows_stride": rows.stride(0), "elements_stride": elements.stride(0), "UNIT": unit,
+        "OF_WORDS": 16 // layout.wire.itemsize, "TILE": tile, "STAMPS": _STAMPS,
     }  # fmt: skip
-
-
-def _unit(layout: DenseLayout) -> int:
-    numbers = (n for piece in layout.pieces for n in (piece.column, piece.numel))
-    return math.gcd(_LARGEST_UNIT, *numbers)
 
 
 @cache

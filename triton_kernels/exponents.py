@@ -16,9 +16,7 @@ from torch import Tensor
 
 from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
 
-from .device import on_device_of
-from .jit import constant, jit, tl
-from .sizes import cdiv
+from .jit import cdiv, constant, jit, on_device_of, tl
 
 # 16 elements a thread.
 _WARPS = 8
@@ -126,16 +124,16 @@ def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> 
     n, x, stride = len(rows), rows.view(torch.int16), message.stride(0)
     if not n:
         return
-    exponents_head_kernel[(n,)](message, stride, layout.words, num_warps=1, enable_fp_fusion=False)
+    exponents_head_kernel[(n,)](message, stride, layout.words, num_warps=1)
     if layout.blocks:
         pack_exponents_kernel[(cdiv(layout.blocks, CHUNK), n)](
             x, message, message.view(torch.int8), layout.numel, layout.blocks, x.stride(0), stride,
-            num_warps=_WARPS, enable_fp_fusion=False,
+            num_warps=_WARPS,
         )  # fmt: skip
         room = 2 * (layout.raw_words - HEAD)
         raw_exponents_kernel[(cdiv(room, CHUNK * BLOCK), n)](
             x, message, message.view(torch.int16), layout.numel, room, x.stride(0), stride,
-            TILE=CHUNK * BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            TILE=CHUNK * BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -191,5 +189,5 @@ def unpack_exponents(message: Tensor, rows: Tensor, *, layout: ExponentLayout) -
     unpack_exponents_kernel[(cdiv(layout.blocks, CHUNK), len(rows))](
         message, message.view(torch.int8), message.view(torch.int16), x, layout.numel,
         layout.blocks, message.shape[1], layout.raw_words, message.stride(0), x.stride(0),
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS,
     )  # fmt: skip

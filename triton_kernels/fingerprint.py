@@ -10,14 +10,14 @@ sums are both 1 * 1 + (2 << 17) * 1 = 262145.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tagc.ops.fingerprint import REST_SHIFT, WIDTHS
 
-from .device import on_device_of
-from .jit import constant, jit, tl
-from .sizes import cdiv
+from .jit import cdiv, constant, jit, on_device_of, tl
 
 # Of a warp, words of 8 bytes: 16 elements a thread, whose sums take 64 registers.
 _EACH, _WARPS = 128, 8
@@ -68,26 +68,29 @@ def fingerprint_part(
 
 @jit
 def fingerprint_kernel(
-    x, sums, before, changed, words, rest, programs,
-    TILE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    fingerprint_part(tl.program_id(0), x, sums, before, changed, words, rest, programs, TILE, LANES)
+    bits, sums, before, changed, words, rest, parts, SUMMED: tl.constexpr, OF_WORD: tl.constexpr
+):
+    part = tl.program_id(0)
+    fingerprint_part(part, bits, sums, before, changed, words, rest, parts, SUMMED, OF_WORD)
 
 
 @on_device_of("x")
 def fingerprint(x: Tensor, sums: Tensor, before: Tensor, changed: Tensor | None = None) -> None:
     """See :func:`tagc.ops.reference.fingerprint`."""
-    bits, words, rest, programs, tile, lanes = fingerprint_sizes(x, _WARPS)
-    fingerprint_kernel[(programs,)](
-        bits, sums, before, None if changed is None else changed.view(torch.int8), words, rest,
-        programs, TILE=tile, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    flag = None if changed is None else changed.view(torch.int8)
+    arguments = fingerprint_arguments(x, _WARPS)
+    fingerprint_kernel[(arguments["parts"],)](
+        sums=sums, before=before, changed=flag, **arguments, num_warps=_WARPS
+    )
 
 
-def fingerprint_sizes(x: Tensor, warps: int) -> tuple[Tensor, int, int, int, int, int]:
-    """``x`` as integers, its words and the elements after them, programs, their tile, and the lanes
-    of a word."""
+def fingerprint_arguments(x: Tensor, warps: int) -> dict[str, Any]:
+    """Of kernels that call :func:`fingerprint_part`: ``x`` as integers, its words and the elements
+    after them, programs, their tile, and the lanes of a word."""
     lanes, tile = 8 // x.element_size(), _EACH * warps
     words, rest = divmod(x.numel(), lanes)
-    programs = max(1, min(_ALL_WARPS // warps, cdiv(words, tile)))
-    return x.view(torch.int16 if lanes == 4 else torch.int32), words, rest, programs, tile, lanes
+    return {
+        "bits": x.view(torch.int16 if lanes == 4 else torch.int32), "words": words, "rest": rest,
+        "parts": max(1, min(_ALL_WARPS // warps, cdiv(words, tile))), "SUMMED": tile,
+        "OF_WORD": lanes,
+    }  # fmt: skip

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .device import on_device_of
-from .jit import jit, tl
-from .sizes import cdiv
+from .jit import cdiv, jit, on_device_of, tl
 
 # A division is a call, which keeps a thread's values in registers: with more values they spill.
 _BLOCK = 1024
@@ -48,5 +46,4 @@ def undo_lag(decoded: Tensor, sent: Tensor, out: Tensor, *, lead: float) -> None
         return
     undo_lag_kernel[(cdiv(out.numel(), _BLOCK),)](
         decoded, sent, out, 1 - lead, lead, out.numel(), BLOCK=_BLOCK, num_warps=_WARPS,
-        enable_fp_fusion=False,
     )  # fmt: skip

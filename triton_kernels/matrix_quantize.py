@@ -1,21 +1,32 @@
-"""Quantize a matrix: sums of columns and their scales, then rows: sums, scales, codes, residual.
+"""Quantize matrices: sums of columns and their scales, then rows: sums, scales, codes, residual.
 
 There are three kernels, each launched once for matrices of several shapes. They read gradient and
-residual twice, by columns and by rows, because a row's scale needs the scales of all
-columns. The rows' kernel is here. A program has some whole rows, in registers, as tables
-``[places, words]`` like their codes, so that the elements are still there when the codes are
-computed. A row's scale ``f`` follows from its sum. The codes of
-``x = float32(grad) + float32(residual)`` in columns with the scale ``v`` are ``floor(y * 0.5)``,
-clipped, with ``y = x * (1 / f) * (1 / v)``, and leave ``x - (2 q + 1) * f * v``.
+residual twice, by columns and by rows, because a row's scale needs the scales of all columns.
 
-Worked example (2 bits, f = 0.5): x = (1.7, -0.4) with v = (1, 0.5) is (3.4, -1.6) in units of
-f * v, so the codes are (1, -1), which stand for (1.5, -0.25) and leave (0.2, -0.15).
+**Columns.** ``sums[j] = sum over i of u[i, j]`` in ``COLUMN_LANES`` lanes; lane ``l`` adds up the
+rows ``l``, ``l + COLUMN_LANES``, and so on. A program owns some columns and walks down all rows,
+one row per lane at a time. Worked example (2 lanes): a column with the magnitudes 1, 2, 3, 4, 5 has
+the lanes 1 + 3 + 5 and 2 + 4, and the sum 9 + 6.
 
-Rows too long for registers are read twice here, some words at a time: once for the sum, and again
-for the codes, soon enough to be still in the cache.
+**Heads** of messages. The base is ``8 * a - CENTRE``, where ``a`` is the biased exponent of the
+largest column's sum (rounded to half octaves) minus the logarithm of the number of rows, rounded
+down. The base is 0 if ``a`` is below ``MIN_EXPONENT``. A program writes some words of the columns'
+scales and of the rows' scales, if there are any left. The rows' bytes are zeros, which the rows'
+kernel fills in. The columns' scales are also written as upper bits, because every element needs
+them. All rows divide by the same sum over columns, which the first program computes. Worked
+example: 20 rows and a largest sum of 100, which rounds to 96, of the biased exponent 133; 16 rows
+are 2**4, so the exponent is 129 and the base 8 * 129 - 136 = 896.
 
-Products ``(2 q + 1) * f * v`` are exact, so a fused multiply-add gives the same bits as a
-subtraction.
+**Rows.** A program has some whole rows, in registers, as tables ``[places, words]`` like their
+codes, so that the elements are still there when the codes are computed. A row's scale ``f`` follows
+from its sum. The codes of ``x = float32(grad) + float32(residual)`` in columns with the scale ``v``
+are ``floor(y * 0.5)``, clipped, with ``y = x * (1 / f) * (1 / v)``, and leave
+``x - (2 q + 1) * f * v``. These products are exact, so a fused multiply-add gives the same bits as
+a subtraction. Worked example (2 bits, f = 0.5): x = (1.7, -0.4) with v = (1, 0.5) is (3.4, -1.6) in
+units of f * v, so the codes are (1, -1), which stand for (1.5, -0.25) and leave (0.2, -0.15).
+
+Rows too long for registers are read twice, some words at a time: once for the sum, and again for
+the codes, soon enough to be still in the cache.
 """
 
 from __future__ import annotations
@@ -26,19 +37,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagc.ops.matrix import NOT_FINITE, NOTHING, AnyMatrices
+from tagc.ops.matrix import CENTRE, COLUMN_LANES, MIN_EXPONENT, NOT_FINITE, NOTHING, AnyMatrices
 
-from .device import on_device_of
-from .jit import constant, jit, tl
-from .matrix_columns import columns_at_a_time, sum_columns
+from .dense import put_or_note
+from .jit import cdiv, constant, jit, next_power_of_2, on_device_of, row_stride, tl
 from .matrix_numbers import (
     INFINITY,
     LARGEST_BITS,
+    bounded,
+    column_code,
+    column_upper,
     inverse_of,
+    largest_of,
+    load_x,
+    pairs,
     row_scale,
     scale_of,
     sum_table,
     unit_of,
+    upper_of,
 )
 from .matrix_runs import (
     Run,
@@ -48,14 +65,143 @@ from .matrix_runs import (
     head_words,
     is_of_kind,
     programs_and_alike,
+    programs_and_runs,
     runs_of,
     whose_matrix,
     words_of_row,
 )
-from .matrix_scales import write_scales
 from .scalar import magnitude, narrow_finite, negated, widen
 from .scratch import buffer
-from .sizes import cdiv, next_power_of_2
+
+# Columns of a program, 64 or 128 bytes of bfloat16; fewer columns give more programs. Lanes are
+# chains of additions, so only columns and lanes can be divided among threads.
+_COLUMNS = 32, 64
+# Enough programs for an H100's 132 processors, 2 each.
+_PROGRAMS = 264
+# Further destinations do not count, because the check before training uses no more.
+_MOST_DESTINATIONS = 8
+# Elements of a thread that are loaded before the first addition; loads in flight hide latency.
+_IN_FLIGHT = 32
+_COLUMN_WARPS = 4
+_LOG = COLUMN_LANES.bit_length() - 1
+
+
+@jit(do_not_specialize=["tops"])
+def matrix_columns_kernel(
+    grad, residual, sums, tops, runs, grad_stride, residual_stride, columns_stride,
+    LOG: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    LANES: tl.constexpr = 1 << LOG
+    d = tl.program_id(1).to(tl.int64)
+    run, m, tile = whose_matrix(runs)
+    rows, columns = run.rows, run.columns * UNIT
+    j = tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, LANES)
+    first = first_element(run, m, columns, UNIT)
+    grad += d * grad_stride + first
+    if residual is not None:
+        residual += d * residual_stride + first
+    total = tl.zeros([LANES, COLUMNS], tl.float32)
+    for begin in range(0, rows, LANES * STEPS):
+        for step in tl.static_range(STEPS):
+            i = begin + step * LANES + lane
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            at = i.to(tl.int64)[:, None] * columns + j[None, :]
+            total += bounded(load_x(grad, residual, at, inside))
+    found = pairs(tl.trans(total), LOG)
+    column = first_column(run, m, columns, UNIT)
+    tl.store(sums + d * columns_stride + column + j, found, mask=j < columns)
+    tl.store(tops + d * columns_stride + column + tile, tl.max(column_upper(found), 0))
+
+
+def columns_at_a_time(columns: int, D: int) -> int:
+    """Columns of a program, if all matrices have so many, for each of ``D`` destinations."""
+    few, many = _COLUMNS
+    return many if min(D, _MOST_DESTINATIONS) * columns >= _PROGRAMS * many else few
+
+
+_CENTRE = constant(CENTRE)
+_MIN_EXPONENT = constant(MIN_EXPONENT)
+_HEAD_WORDS = 128
+# Elements per warp of the sum over columns, and the fewest warps.
+_TERMS_OF_WARP, _FEWEST_WARPS = 512, 4
+_OF_HEADS = [
+    "column_sums", "tops", "message", "uppers", "norms", "programs", "message_stride",
+    "columns_stride", "stamp", "table", "pieces", "tiles", "messages", "puts", "words", "rest",
+    "parts",
+]  # fmt: skip
+
+
+@jit(do_not_specialize=_OF_HEADS)
+def matrix_scales_kernel(
+    column_sums, tops, message, uppers, norms, runs, programs, message_stride, columns_stride,
+    FITTED: tl.constexpr, LOG_PLACES: tl.constexpr, LOG_WORDS: tl.constexpr, WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    rows=None, elements=None, stamps=None, stamp=None, table=None, pieces=None, tiles=None,
+    messages=None, rows_stride=None, elements_stride=None, stamps_stride=None, puts=None, bits=None,
+    sums=None, before=None, words=None, rest=None, parts=None,
+    UNIT: tl.constexpr = 1, OF_WORDS: tl.constexpr = 1, HALF: tl.constexpr = False,
+    TILE: tl.constexpr = 1, STAMPS: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
+    OF_WORD: tl.constexpr = 1,
+):  # fmt: skip
+    d = tl.program_id(1).to(tl.int64)
+    if rows is not None:
+        part = tl.program_id(0) - programs
+        if part >= 0:
+            put_or_note(
+                part, d, rows, elements, stamps, stamp, table, pieces, tiles, messages, rows_stride,
+                elements_stride, stamps_stride, puts, bits, sums, before, words, rest, parts,
+                UNIT, OF_WORDS, HALF, TILE, STAMPS, SUMMED, OF_WORD,
+            )  # fmt: skip
+            return
+    run, m, tile = whose_matrix(runs)
+    columns, row_words = run.columns, words_of_row(run.columns, 1 << LOG_PLACES, 1)
+    word = tile.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    message += d * message_stride + first_word(run, m, columns, row_words)
+    column = first_column(run, m, columns, 1)
+    column_sums += d * columns_stride + column
+    tops += d * columns_stride + column
+    uppers += d * columns_stride + column
+    top = largest_of(tops, tl.cdiv(columns, COLUMNS))
+    before_rows, before_codes = head_words(run.rows, columns)
+    if tile == 0:
+        # Without the bits below a 1, the number is not rounded up.
+        rounded = (run.rows & ~(run.rows >> 1)).to(tl.float32)
+        log_of_rows = (rounded.to(tl.int32, bitcast=True) >> 23) - 127
+        exponent = tl.full([1], 0, tl.int32) + (top >> 1) - log_of_rows
+        base = tl.where(exponent < _MIN_EXPONENT, 0, 8 * exponent - _CENTRE)
+        tl.store(message + tl.arange(0, 1), base)
+        place = tl.arange(0, 1 << LOG_PLACES)[None, :, None]
+        w = tl.arange(0, 1 << LOG_WORDS)[None, None, :]
+        terms = tl.zeros([1, 1 << LOG_PLACES, 1 << LOG_WORDS], tl.float32)
+        for first in range(0, row_words, 1 << LOG_WORDS):
+            j = place * row_words + first + w
+            there = (w < row_words - first) & (j < columns)
+            code = column_code(tl.load(column_sums + j, mask=there, other=0.0), top)
+            v = tl.where(there, scale_of(upper_of(code)), 0.0)
+            if FITTED:
+                v = v * v
+            terms += v
+        norm = sum_table(terms, LOG_PLACES, LOG_WORDS)
+        tl.store(norms + d * columns_stride + column + tl.arange(0, 1), norm)
+
+    lane = tl.arange(0, 8)[None, :]
+    j = word[:, None] * 8 + lane
+    total = tl.load(column_sums + j, mask=j < columns, other=0.0)
+    code = tl.where(j < columns, column_code(total, top), 0)
+    tl.store(uppers + j, upper_of(code).to(tl.int16), mask=j < columns)
+    code = code.to(tl.uint32, bitcast=True)
+    packed = tl.sum(code << (4 * lane).to(tl.uint32), 1).to(tl.int32, bitcast=True)
+    tl.store(message + 1 + word, packed, mask=word < before_rows - 1)
+    nothing = tl.zeros([WORDS], tl.int32)
+    tl.store(message + before_rows + word, nothing, mask=word < before_codes - before_rows)
+
+
+def warps_of(runs: Sequence[Run]) -> int:
+    """Warps of a program."""
+    elements = max(run.layout.places * run.layout.words_at_a_time for run in runs)
+    return max(_FEWEST_WARPS, elements // _TERMS_OF_WARP)
+
 
 _NOTHING = constant(NOTHING)
 _NOT_FINITE = constant(NOT_FINITE)
@@ -70,27 +216,7 @@ _ELEMENTS, _OF_WARP = 4096, 1024
 # spill a lot.
 _REGISTERS = 168
 # Arguments whose alignment makes no difference.
-_PLAIN = ["message", "norms", "distance", "message_stride"]
-
-
-@jit
-def code_and_left(x, f, inverse_f, v, inverse_v, shift, WIDTH: tl.constexpr):
-    """Codes of ``x`` ``[ROWS, PLACES, COLUMNS]``, int32 with ``WIDTH`` bits at their place in the
-    word, and their quantization errors, rounded once. Scales and shifts broadcast."""
-    y = x * inverse_f * inverse_v
-    v = tl.broadcast_to(v, x.shape)
-    if WIDTH == 1:
-        negative = y < _LEAST
-        f = tl.where(negative, f, negated(f))
-        return tl.where(negative, tl.full([1, 1, 1], 1, tl.int32) << shift, 0), tl.fma(f, v, x)
-    else:
-        HALF: tl.constexpr = 1 << (WIDTH - 1)
-        y = tl.minimum(tl.maximum(y * 0.5, -HALF), HALF - 1)
-        nearest = y + _INTEGER
-        nearest = tl.where(nearest - _INTEGER > y, nearest - 1.0, nearest)
-        q = nearest - _INTEGER
-        code = nearest.to(tl.int32, bitcast=True) & ((1 << WIDTH) - 1)
-        return code << shift, tl.fma(q + q + 1.0, negated(f) * v, x)
+_OF_ROWS = ["message", "norms", "distance", "message_stride"]
 
 
 @jit
@@ -130,14 +256,29 @@ def store_words(residual, left, old, kept, fresh, start, stored, place, w, row_w
 
 @jit
 def say(x, f, inverse_f, sends, upper, place, WIDTH: tl.constexpr):
-    """Codes as ``[ROWS, WORDS]`` int32, and their quantization errors."""
+    """Codes of ``x`` ``[ROWS, PLACES, WORDS]`` as words ``[ROWS, WORDS]`` int32, and their
+    quantization errors, rounded once."""
     # Elements past the row's end are zeros, whose codes are 0.
-    v, inverse_v = scale_of(upper), inverse_of(upper)
-    code, left = code_and_left(x, f, inverse_f, v, inverse_v, place * WIDTH, WIDTH)
+    v, inverse_v, shift = scale_of(upper), inverse_of(upper), place * WIDTH
+    y = x * inverse_f * inverse_v
+    v = tl.broadcast_to(v, x.shape)
+    if WIDTH == 1:
+        negative = y < _LEAST
+        f = tl.where(negative, f, negated(f))
+        code = tl.where(negative, tl.full([1, 1, 1], 1, tl.int32) << shift, 0)
+        left = tl.fma(f, v, x)
+    else:
+        HALF: tl.constexpr = 1 << (WIDTH - 1)
+        y = tl.minimum(tl.maximum(y * 0.5, -HALF), HALF - 1)
+        nearest = y + _INTEGER
+        nearest = tl.where(nearest - _INTEGER > y, nearest - 1.0, nearest)
+        q = nearest - _INTEGER
+        code = (nearest.to(tl.int32, bitcast=True) & ((1 << WIDTH) - 1)) << shift
+        left = tl.fma(q + q + 1.0, negated(f) * v, x)
     return tl.where(sends[:, None], tl.sum(code, 1), 0), left
 
 
-@jit(do_not_specialize=_PLAIN)
+@jit(do_not_specialize=_OF_ROWS)
 def quantize_matrix_kernel(
     grad, residual, uppers, norms, message, runs, distance, kept, fresh, grad_stride,
     residual_stride, message_stride, columns_stride,
@@ -275,9 +416,11 @@ def quantize_matrices(
     more: int = 0,
     **pieces: Any,
 ) -> None:
-    """Launch matrices, and ``more`` programs for the pieces of each row."""
-    D, (launches, total) = grad.shape[0], runs_of(layout)
+    """Launch matrices, and ``more`` programs for the pieces of each row, see :mod:`.merged`."""
+    D, one, (launches, total) = grad.shape[0], layout.runs[0], runs_of(layout)
     tile, columns = columns_at_a_time(total.columns, D), (D, total.columns)
+    # Sums of columns; of each matrix at its first columns, the largest upper bits of each program's
+    # sums; the upper bits of the columns' scales; at its first column, the divisor of rows' sums.
     sums, tops, uppers, norms = (
         buffer(f"matrix_{name}", columns, dtype, grad.device, None)
         for name, dtype in (
@@ -285,41 +428,42 @@ def quantize_matrices(
             ("norms", torch.float32),
         )
     )  # fmt: skip
-    for runs in launches:
-        sum_columns(grad, residual, sums, tops, runs=runs, tile=tile)
-        write_scales(sums, tops, message, uppers, norms, runs=runs, tile=tile, more=more, **pieces)
-        more, pieces = 0, {}
-        _quantize_rows(grad, residual, message, uppers, norms, runs, average)
-
-
-def _quantize_rows(
-    grad: Tensor,
-    residual: Tensor | None,
-    message: Tensor,
-    uppers: Tensor,
-    norms: Tensor,
-    runs: Sequence[Run],
-    average: float,
-) -> None:
-    """Quantize the rows of matrices."""
-    layout = runs[0].layout
-    programs, numbers, sizes = programs_and_alike(
-        runs, _sizes, lambda m, sizes: cdiv(m.rows, sizes[2])
-    )
-    elements = layout.places * max(rows * words for _, _, rows, words, *_ in sizes)
-    # Accesses that are not aligned take more registers.
-    aligned = all(min(unit, of_words) >= 8 for unit, of_words, *_ in sizes)
-    warps = max(1, elements // (_OF_WARP if aligned else _OF_WARP // 2))
+    log_places, stride = one.places.bit_length() - 1, total.columns
     narrow = grad.itemsize == 2 and (residual is None or residual.itemsize == 2)
-    quantize_matrix_kernel[(programs, len(grad))](
-        grad, residual, uppers, norms, message, numbers, layout.distance, average, 1 - average,
-        grad.stride(0), 0 if residual is None else residual.stride(0), message.stride(0),
-        uppers.stride(0),
-        WIDTH=layout.bits, FITTED=layout.fitted, SIZES=sizes,
-        LOG_PLACES=layout.places.bit_length() - 1, AVERAGE=average != 0, THREADS=32 * warps,
-        num_warps=warps, maxnreg=_REGISTERS if aligned and narrow else None,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    for runs in launches:
+        # Matrices with other units are another launch, so that all of one are as aligned as can be.
+        for unit in {run.unit: None for run in runs}:
+            some = [run for run in runs if run.unit == unit]
+            programs, numbers = programs_and_runs(some, lambda m: cdiv(m.columns, tile), unit)
+            steps = 32 * _COLUMN_WARPS * _IN_FLIGHT // (tile * COLUMN_LANES)
+            matrix_columns_kernel[(programs, D)](
+                grad, residual, sums, tops, numbers, grad.stride(0), row_stride(residual), stride,
+                LOG=_LOG, COLUMNS=tile, STEPS=steps, UNIT=unit, num_warps=_COLUMN_WARPS,
+            )  # fmt: skip
+
+        words = max(run.layout.words_at_a_time for run in runs)
+        programs, numbers = programs_and_runs(runs, lambda m: cdiv(max(m.head), _HEAD_WORDS))
+        matrix_scales_kernel[(programs + more, D)](
+            sums, tops, message, uppers, norms, numbers, programs, message.stride(0), stride,
+            FITTED=one.fitted, LOG_PLACES=log_places, LOG_WORDS=words.bit_length() - 1,
+            WORDS=_HEAD_WORDS, COLUMNS=tile, **pieces, num_warps=warps_of(runs),
+        )  # fmt: skip
+        more, pieces = 0, {}
+
+        programs, numbers, sizes = programs_and_alike(
+            runs, _sizes, lambda m, sizes: cdiv(m.rows, sizes[2])
+        )
+        elements = one.places * max(rows * words for _, _, rows, words, *_ in sizes)
+        # Accesses that are not aligned take more registers.
+        aligned = all(min(unit, of_words) >= 8 for unit, of_words, *_ in sizes)
+        warps = max(1, elements // (_OF_WARP if aligned else _OF_WARP // 2))
+        quantize_matrix_kernel[(programs, D)](
+            grad, residual, uppers, norms, message, numbers, one.distance, average, 1 - average,
+            grad.stride(0), row_stride(residual), message.stride(0), stride,
+            WIDTH=one.bits, FITTED=one.fitted, SIZES=sizes, LOG_PLACES=log_places,
+            AVERAGE=average != 0, THREADS=32 * warps, num_warps=warps,
+            maxnreg=_REGISTERS if aligned and narrow else None,
+        )  # fmt: skip
 
 
 def _sizes(run: Run) -> tuple[int, ...]:

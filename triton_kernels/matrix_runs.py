@@ -15,8 +15,9 @@ elements are aligned and share a mask.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -30,8 +31,7 @@ Sizes = tuple[int, ...]
 _RUNS = 4
 
 
-@dataclass(frozen=True)
-class Before:
+class Before(NamedTuple):
     """How much comes before a run: elements of a row of the tensor, words of its message, columns
     of all matrices, and so on."""
 
@@ -57,14 +57,8 @@ class Run:
 
 
 class OfRun(NamedTuple):
-    """What a kernel takes for a run: few numbers, because each takes the host time.
-
-    Attributes:
-        first: its first program.
-        programs: of a matrix.
-        elements_before, words_before, columns_before, rows_before, row_words_before: as
-            :class:`Before`.
-    """
+    """What a kernel takes for a run: its first program, the programs of a matrix, sizes, and
+    :class:`Before`. They are few numbers, because each takes the host time."""
 
     first: int
     programs: int
@@ -89,24 +83,19 @@ def runs_of(layout: AnyMatrices) -> tuple[tuple[tuple[Run, ...], ...], Before]:
             runs.append(Run(m, total))
             n = m.count
             more = m.numel, m.words, n * m.columns, n * m.rows, n * m.row_words
-            total = Before(*(a + b for a, b in zip(astuple(total), more, strict=True)))
+            total = Before(*map(operator.add, total, more))
     return tuple(tuple(runs[i : i + _RUNS]) for i in range(0, len(runs), _RUNS)), total
 
 
 def programs_and_runs(
     runs: Sequence[Run], programs: Callable[[MatrixLayout], int], unit: int = 1, first: int = 0
 ) -> tuple[int, tuple[OfRun, ...]]:
-    """The program after the last one, and a kernel's argument ``runs``.
-
-    Args:
-        programs: how many of them a matrix has.
-        unit: the kernel's ``UNIT``.
-        first: the first program.
-    """
+    """The program after the last one, and a kernel's argument ``runs``, with programs from
+    ``first`` on. A matrix has so many ``programs``; ``unit`` is the kernel's ``UNIT``."""
     found = []
     for run in runs:
         m, of_matrix = run.layout, programs(run.layout)
-        elements, words, columns, *others = astuple(run.before)
+        elements, words, columns, *others = run.before
         before = elements // unit, words, columns // unit, *others
         numbers = first, of_matrix, m.rows, m.columns // unit, *before
         found.append(OfRun(*map(_odd, numbers)))
@@ -120,12 +109,7 @@ def programs_and_alike(
     programs: Callable[[MatrixLayout, Sizes], int],
 ) -> tuple[int, tuple[tuple[OfRun, ...], ...], tuple[Sizes, ...]]:
     """As :func:`programs_and_runs`, for a kernel with sizes of its own for each kind of runs: the
-    runs of each kind, and the sizes.
-
-    Args:
-        sizes: constants of a run, ``UNIT`` first.
-        programs: how many of them a matrix with such constants has.
-    """
+    runs of each kind, and the sizes, which have ``UNIT`` first."""
     alike: dict[Sizes, list[Run]] = {}
     for run in runs:
         alike.setdefault(sizes(run), []).append(run)

@@ -13,17 +13,13 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout
 from tagc.ops.matrix import AnyMatrices
 
-from .codes import blocks_and_warps
+from .blocks import STEPS, blocks_and_warps, quantize_blocks, sum_blocks
 from .dense import put_arguments, put_dense, sum_arguments, sum_dense
-from .dequantize import STEPS, sum_blocks
-from .device import on_device_of
-from .fingerprint import fingerprint, fingerprint_sizes
-from .matrix_dequantize import sum_matrices
-from .matrix_quantize import quantize_matrices
-from .matrix_read_scales import WARPS
+from .fingerprint import fingerprint, fingerprint_arguments
+from .jit import on_device_of
+from .matrix_dequantize import HEAD_WARPS, sum_matrices
+from .matrix_quantize import quantize_matrices, warps_of
 from .matrix_runs import runs_of
-from .matrix_scales import warps_of
-from .quantize import quantize_blocks
 
 
 @on_device_of("grad")
@@ -53,17 +49,14 @@ def quantize_and_put(
             fingerprint(x[0], sums, before)
         return
     puts, pieces = put_arguments(x, whole, stamp, dense, warps)
-    pieces["puts"], parts = puts, 0
+    more, pieces["puts"] = puts, puts
     if sums is not None:
-        bits, words, rest, parts, tile, lanes = fingerprint_sizes(x[0], warps)
-        pieces |= {
-            "bits": bits, "sums": sums, "before": before, "words": words, "rest": rest,
-            "parts": parts, "SUMMED": tile, "OF_WORD": lanes,
-        }  # fmt: skip
+        pieces |= {"sums": sums, "before": before, **fingerprint_arguments(x[0], warps)}
+        more += pieces["parts"]
     if isinstance(layout, BlockLayout):
-        quantize_blocks(grad, residual, message, dither, layout, average, puts + parts, **pieces)
+        quantize_blocks(grad, residual, message, dither, layout, average, more, **pieces)
     else:
-        quantize_matrices(grad, residual, message, layout, average, puts + parts, **pieces)
+        quantize_matrices(grad, residual, message, layout, average, more, **pieces)
 
 
 @on_device_of("out")
@@ -90,7 +83,7 @@ def dequantize_and_sum(
         pieces["STEPS"] = STEPS
         sum_blocks(message, out, layout, divisor, add, programs, **pieces)
     elif runs_of(layout)[0]:
-        programs, pieces = sum_arguments(*given, WARPS)
+        programs, pieces = sum_arguments(*given, HEAD_WARPS)
         last = out if ahead is None else ahead[None]
         sum_matrices(message, last, layout, divisor, add, sent, lead, programs, **pieces)
     else:

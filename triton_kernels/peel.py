@@ -35,13 +35,22 @@ from torch import Tensor
 
 from tagc.ops.sketch import SketchLayout
 
-from .hashing import cell_at, hash_of, key_of
-from .jit import jit, tl
-from .keys import contribution
+from .jit import cdiv, division, jit, tl
 from .scalar import lane_sums
-from .sizes import cdiv
-from .stash import LANES_OF_A_STEP, pop, push
-from .table import LISTS, ROOM, Table, packed, peeling_programs
+from .table import (
+    LANES_OF_A_STEP,
+    LISTS,
+    ROOM,
+    Table,
+    cell_at,
+    contribution,
+    hash_of,
+    key_of,
+    packed,
+    peeling_programs,
+    pop,
+    push,
+)
 
 SCAN_BLOCK, SCAN_WARPS = 1024, 4
 FINISH_BLOCK, FINISH_WARPS = 512, 16
@@ -52,25 +61,23 @@ _NO_LIMIT = (1 << 31) - 1
 _PLAIN = ["launch", "limit", "partition", "inverse", "words", "divisor", "seed", "step"]
 
 
-def synchronous_rounds(layout: SketchLayout) -> int:
-    """Rounds to peel ``layout.keys`` keys, as measured, if each round sees the last one."""
-    return math.ceil(2.3 * layout.keys**0.25) + 2
-
-
 def launches(layout: SketchLayout) -> int:
     """Number of wide launches before one program finishes the rest."""
-    return min(LISTS - 1, max(1, cdiv(3 * synchronous_rounds(layout), 2 * _STEPS)))
+    # As measured, if each round sees the last one.
+    rounds = math.ceil(2.3 * layout.keys**0.25) + 2
+    return min(LISTS - 1, max(1, cdiv(3 * rounds, 2 * _STEPS)))
 
 
 @jit
-def _recover(
+def _take_out(
     entry, value, marks, out, item, seed, step, partition, inverse, n, words, divisor,
     HASHES: tl.constexpr, LANES: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr,
     DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys alone in the cells ``item`` (-1 for none), unless another program does.
+    """Write the keys alone in the cells ``item`` (-1 for none), unless another program does, and
+    take them out of their other cells.
 
-    Returns: whether this program owns them, bool; the keys, uint32; their symbols.
+    Returns: the keys, uint32; bit i is set if a key's cell i has one key left.
     """
     if PACKED:
         # Volatile reads see the atomics of all programs.
@@ -97,15 +104,7 @@ def _recover(
         # If a rank sent poison, the output is NaN and stays NaN.
         there = tl.expand_dims(ours, 1) & (j < tl.where(tl.load(marks + words) == 0, n, 0))
         tl.store(out + j, x.to(out.dtype.element_ty), mask=there)
-    return ours, key, symbol
 
-
-@jit
-def _remove(
-    entry, value, item, ours, key, symbol, seed, partition,
-    HASHES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Take keys out of their cells except ``item``. Bit i is set if cell i has one key left."""
     freed = tl.zeros(item.shape, tl.int32)
     for i in tl.static_range(HASHES):
         h = hash_of(key, seed, i)
@@ -121,30 +120,28 @@ def _remove(
             left = tl.atomic_add(entry + cell, taken, mask=other, sem="acq_rel") + taken
             single = other & ((left & 0xFFFFFFFF) == 1)
         freed |= single.to(tl.int32) << i
-    return freed
+    return key, freed
+
+
+@jit
+def _number(freed, HASHES: tl.constexpr):
+    """Numbers of bits set in ``freed``."""
+    number = tl.zeros(freed.shape, tl.int32)
+    for i in tl.static_range(HASHES):
+        number += (freed >> i) & 1
+    return number
 
 
 @jit
 def _push_freed(place, freed, key, seed, partition, HASHES: tl.constexpr):
     """Store the cells of ``key`` whose bits are set in ``freed``, one after the other."""
-    number = tl.zeros(freed.shape, tl.int32)
-    for i in tl.static_range(HASHES):
-        number += (freed >> i) & 1
+    number = _number(freed, HASHES)
     slot = tl.cumsum(number, 0) - number
     for i in tl.static_range(HASHES):
         some = ((freed >> i) & 1) != 0
         cell = cell_at(hash_of(key, seed, i), partition, i)
         tl.store(place + slot, cell, mask=some)
         slot += (freed >> i) & 1
-
-
-@jit
-def _number(freed, HASHES: tl.constexpr):
-    """Total number of bits set in ``freed``."""
-    number = tl.zeros(freed.shape, tl.int32)
-    for i in tl.static_range(HASHES):
-        number += (freed >> i) & 1
-    return tl.sum(number, 0)
 
 
 @jit(do_not_specialize=["cells"])
@@ -190,14 +187,11 @@ def peel_kernel(
         else:
             item = pop(mine, count, BLOCK)
             count = tl.maximum(count - BLOCK, 0)
-            ours, key, symbol = _recover(
+            key, freed = _take_out(
                 entry, value, marks, out, item, seed_value, step, partition, inverse, n, words,
                 divisor, HASHES, LANES, PACKED, RAW, DIVIDE,
             )  # fmt: skip
-            freed = _remove(
-                entry, value, item, ours, key, symbol, seed_value, partition, HASHES, PACKED
-            )
-            more = _number(freed, HASHES)
+            more = tl.sum(_number(freed, HASHES), 0)
             tl.debug_barrier()
             if count + more <= ROOM:
                 _push_freed(mine + count, freed, key, seed_value, partition, HASHES)
@@ -234,15 +228,12 @@ def finish_kernel(
         for start in range(0, size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             item = tl.load(source + at, mask=at < size, other=-1, volatile=True)
-            ours, key, symbol = _recover(
+            key, freed = _take_out(
                 entry, value, marks, out, item, seed_value, step, partition, inverse, n, words,
                 divisor, HASHES, LANES, PACKED, RAW, DIVIDE,
             )  # fmt: skip
-            freed = _remove(
-                entry, value, item, ours, key, symbol, seed_value, partition, HASHES, PACKED
-            )
             _push_freed(target + count, freed, key, seed_value, partition, HASHES)
-            count += _number(freed, HASHES)
+            count += tl.sum(_number(freed, HASHES), 0)
         tl.debug_barrier()
         size = count
         turn += 1
@@ -253,32 +244,25 @@ def peel_table(
     step: Tensor,
     out: Tensor,
     table: Table,
-    *,
     layout: SketchLayout,
     divisor: int,
     raw: bool,
 ) -> None:
-    """Write the keys that can be recovered to ``out``; the bits of the others stay set.
-
-    Args:
-        out: ``[n]`` elements, or ``[groups]`` symbols; cleared before.
-        raw: whether ``out`` takes symbols.
-    """
-    if layout.groups == 0:
-        return
-    divide = divisor & (divisor - 1) != 0
+    """Write the keys that can be recovered to ``out``, which was cleared: ``[n]`` elements, or if
+    ``raw``, ``[groups]`` symbols. The bits of the others stay set."""
+    factor, divide = division(divisor)
     t, last = table, launches(layout)
     numbers = (
         layout.partition, (1 << 63) // layout.partition if packed(layout) else 1 << 40,
-        layout.cells, out.shape[0], layout.words, float(divisor) if divide else 1.0 / divisor,
+        layout.cells, out.shape[0], layout.words, factor,
     )  # fmt: skip
     shape = {
         "HASHES": layout.hashes, "LANES": layout.symbol.lanes, "PACKED": packed(layout),
-        "RAW": raw, "DIVIDE": divide, "enable_fp_fusion": False,
+        "RAW": raw, "DIVIDE": divide,
     }  # fmt: skip
     singles_kernel[(cdiv(layout.cells, SCAN_BLOCK),)](
         t.entry, t.lists, t.pending, layout.cells,
-        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS, enable_fp_fusion=False,
+        BLOCK=SCAN_BLOCK, PACKED=packed(layout), num_warps=SCAN_WARPS,
     )  # fmt: skip
     for launch in range(last):
         peel_kernel[(peeling_programs(layout),)](

@@ -67,12 +67,9 @@ class Recorded:
                 else:  # a view, which cannot move
                     self.tied.append((number, None))
             self._starts.append((call.start, arguments, call.launch))
-        self.ready = bool(calls) and not _is_capturing()
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, whose buffers are its own: see :mod:`.scratch`."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # A CUDA graph that is being captured has buffers of its own: see scratch.py.
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.ready = bool(calls) and not capturing
 
 
 def _end(x: Tensor) -> int:

@@ -82,12 +82,6 @@ def widen(x):
 
 
 @jit
-def bfloat16_bits(x):
-    """Bits (uint32) of a finite float32 rounded to nearest even in bfloat16; it stays finite."""
-    return narrow_finite(x, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-
-
-@jit
 def narrow_finite(x, dtype: tl.constexpr):
     """A finite float32 rounded to nearest even in a residual's dtype; it stays finite."""
     if dtype == tl.bfloat16:

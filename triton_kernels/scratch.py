@@ -30,7 +30,7 @@ def buffer(
     """A buffer with arbitrary content, the same one for the same arguments and stream.
 
     In a capture it is a new one, which lives as long as the caller holds it. ``device`` is the
-    current one, see :mod:`.device`.
+    current one, see :func:`.jit.on_device_of`.
     """
     cuda = device.type == "cuda"
     # Nothing runs on ``meta``, see :func:`.jit.compiling_only`.

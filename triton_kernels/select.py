@@ -17,20 +17,27 @@ needs rows that are 16-byte aligned and ``n`` divisible by 16; other segments ar
 by element.
 
 If every group has its own cell (a direct sketch), the pass also writes the cells, and the residual
-keeps the quantization error (:mod:`.symbols`), so that nothing is left to do, see :mod:`.direct`.
-If groups may be dropped again, groups whose x the cell and the residual could not restore to the
-bit are put off: they keep x, their cell is 0, and they are counted.
+keeps the quantization error (:mod:`.groups`), so that nothing is left to do: nothing is listed,
+cleared or read twice. :mod:`.trim` restores x of a group from its cell and its residual. It clears
+the cells of dropped groups, and puts their x back. This restores the bits of x, except for elements
+of 2**24 steps and more, and for -0. If groups may be dropped, groups with such elements are put
+off: they keep x, their cell is 0, and they are counted; trimming sends those that stay. A bfloat16
+residual cannot restore x, so :mod:`.encode` sends its groups.
+
+Worked example (int8x4, step 0.5, levels 3, capacity 1): for the groups (1, 0, 0, 0) and (2, 0, 0,
+0.1) the dense pass writes the cells 2 and 3 (3 is clipped), and the residuals (0, 0, 0, 0) and
+(0.5, 0, 0, 0.1). The first group is dropped: its cell becomes 0, its residual 0 + 2 * 0.5.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .direct import Direct, arguments, stride
-from .jit import jit, tl, torch_call
+from tagc.ops.sketch import SketchLayout
+
+from .groups import clips, restore, send
+from .jit import cdiv, jit, row_stride, tl, torch_call
 from .scalar import bits_of, load_bitmap, magnitude, narrow_finite, popcount, widen, word_of
-from .sizes import cdiv
-from .symbols import clips, restore, send
 
 # Elements per program: 16 per thread keep enough loads in flight. Their counts fit 12 bits.
 _TILE = 2048
@@ -132,45 +139,43 @@ def select(
     poison: Tensor | None,
     counts: Tensor,
     *,
-    lanes: int,
+    layout: SketchLayout,
     capacity: int,
     support: Tensor | None = None,
-    direct: Direct | None = None,
+    cells: Tensor | None = None,
+    step: Tensor | None = None,
+    levels: float = 0.0,
     put_off: Tensor | None = None,
 ) -> None:
     """Write bitmaps and poison words, update the residual, count into ``counts[:, :2]``.
 
     Args:
-        grad: ``[W, n]``; residual: ``[W, n]`` or None.
-        threshold: ``[W]``.
+        grad: ``[W, n]``; residual: ``[W, n]`` or None; threshold: ``[W]``.
         index: ``[W, words]``, bitmaps, written.
         poison: ``[W]`` int32, written: 1 if a group is not finite, else 0; or None.
         counts: ``[W, 4]`` int32, written: groups above the threshold, groups not zero, groups
             marked (0 without a support or cells), groups with a clipped element (only with cells).
-        lanes: elements of a group.
         capacity: number of groups that may stay, see :mod:`.trim`; if there are no more groups, all
             may.
         support: ``[W, words]``, given marks.
-        direct: cells to write; the residual is then None or float32.
+        cells: of a direct sketch, ``[W, groups]`` int32, written. ``step``, ``[W]`` float32 powers
+            of two, and ``levels``, the largest magnitude of a lane, belong to them; the residual is
+            then None or float32.
         put_off: ``[W]`` int32, given if groups may be dropped: with cells, the number of groups put
             off is added.
     """
     if poison is not None:
         torch_call(Tensor.zero_, poison)
     torch_call(Tensor.zero_, counts)
-    W, numel = grad.shape
+    (W, numel), lanes = grad.shape, layout.symbol.lanes
     if numel == 0:
         return
     words = _TILE // (32 * lanes)
     # Without a residual, no x has to be restored.
-    late = None if direct is None or residual is None else put_off
-    grid = (cdiv(index.shape[1], words), W)
-    select_kernel[grid](
-        grad, residual, threshold, support, index, poison, counts, *arguments(direct), late,
-        numel, index.shape[1], grad.stride(0), 0 if residual is None else residual.stride(0),
-        0 if support is None else support.stride(0), index.stride(0),
-        0 if poison is None else poison.stride(0), counts.stride(0), stride(direct),
-        0 if late is None else late.stride(0),
-        LANES=lanes, WORDS=words, EVERY=capacity >= cdiv(numel, lanes),
-        num_warps=_WARPS, enable_fp_fusion=False,
+    late = None if cells is None or residual is None else put_off
+    select_kernel[(cdiv(index.shape[1], words), W)](
+        grad, residual, threshold, support, index, poison, counts, cells, step, levels, late, numel,
+        index.shape[1], grad.stride(0), row_stride(residual), row_stride(support), index.stride(0),
+        row_stride(poison), counts.stride(0), row_stride(cells), row_stride(late),
+        LANES=lanes, WORDS=words, EVERY=capacity >= layout.groups, num_warps=_WARPS,
     )  # fmt: skip

@@ -15,9 +15,7 @@ from torch import Tensor
 from tagc.ops import thresholds as of
 from tagc.ops.sketch import ABOVE, KEPT, NONZERO, SATURATED
 
-from .device import on_device_of
-from .jit import constant, jit, tl
-from .sizes import cdiv
+from .jit import cdiv, constant, jit, on_device_of, tl
 
 _BLOCK = 128
 _WARPS = 4
@@ -98,5 +96,5 @@ def steer(counts: Tensor, target: Tensor, max_boost: Tensor, scale: Tensor, stat
     steer_kernel[(cdiv(segments * destinations, _BLOCK),)](
         counts, target, max_boost, scale, state, segments * destinations, destinations,
         counts.stride(0), counts.stride(1), state.stride(0), state.stride(1),
-        BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+        BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

@@ -121,13 +121,13 @@ def test_offsets_above_two_to_the_31_are_64_bits_wide():
             torch.zeros(1, dtype=torch.bfloat16).expand(2, numel), None, torch.ones(2),
             torch.zeros(1, dtype=torch.int32).expand(2, layout.words),
             torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32),
-            lanes=layout.symbol.lanes, capacity=10,
+            layout=layout, capacity=10,
         )  # fmt: skip
         values = BlockLayout(numel=numel, bits=8, block=256)
         message = torch.empty(1, 1, values.words, dtype=torch.int32, device="meta")
         x = torch.empty(1, numel, dtype=torch.bfloat16, device="meta")
-        kernels("quantize").quantize(x, None, message[0], layout=values, average=0.0)
-        kernels("dequantize").dequantize(message, x, layout=values, divisor=2)
+        kernels("ops").quantize(x, None, message[0], layout=values, average=0.0)
+        kernels("ops").dequantize(message, x, layout=values, divisor=2)
     assert {k.name for k in found} >= {"select_kernel", "quantize_kernel", "dequantize_kernel"}
     check_memory(found)
     assert {k.signature.get("n", "i64") for k in found} == {"i64"}

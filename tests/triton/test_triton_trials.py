@@ -117,7 +117,7 @@ sized_case("a program that trims several tiles", put_off, trim={"_PROGRAMS": 2, 
 sized_case("a program with a full bin", full_bin, trim={"_PROGRAMS": 1})
 sized_case(
     "rows longer than a program's tile", long_rows,
-    matrix_dequantize={"_WORDS": 16}, matrix_columns={"_PROGRAMS": 1},
+    matrix_dequantize={"_WORDS": 16}, matrix_quantize={"_PROGRAMS": 1},
 )  # fmt: skip
 # Steps of all launches but the last, of the last, launches, room: 63 are the least.
 for steps, last, launches, room in ((1, 1, 1, 256), (1, 1, 4, 256), (2, 3, 3, 63), (1, 0, 1, 63)):

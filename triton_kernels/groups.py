@@ -1,4 +1,4 @@
-"""Symbols: quantize groups to symbols and residuals, and restore the elements from both.
+"""Groups: load them, quantize them to symbols and residuals, and restore the elements from both.
 
 A kept element sends ``q = rint(clip(x / step, -levels, levels))``. Its residual becomes
 ``x - q * step``, and the group's symbol is ``v = Σ qᵢ · 2^(bits·i)``. The step is a power of two,
@@ -11,7 +11,28 @@ residual (0, -0.1, 7.5, 0) and v = -1 + 2·2^8 + 3·2^16 = 197119; the group cou
 from __future__ import annotations
 
 from .jit import jit, tl
-from .scalar import lane_sums, rint
+from .scalar import lane_sums, rint, widen
+
+
+@jit
+def load_groups(grad, residual, key, there, n, LANES: tl.constexpr):
+    """x of the groups ``key`` (``[N]`` int32) of one destination with ``n`` elements, after the
+    selection. A float32 residual holds x already; otherwise x is the sum of gradient and residual,
+    if any.
+
+    Returns:
+        x ``[N, LANES]`` float32, 0 for missing elements; the elements' places, int64; whether they
+        exist.
+    """
+    j = key.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    inside = there[:, None] & (j < n)
+    if residual is not None and residual.dtype.element_ty == tl.float32:
+        x = tl.load(residual + j, mask=inside, other=0.0)
+    else:
+        x = widen(tl.load(grad + j, mask=inside, other=0.0))
+        if residual is not None:
+            x += widen(tl.load(residual + j, mask=inside, other=0.0))
+    return x, j, inside
 
 
 @jit
