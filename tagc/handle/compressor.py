@@ -398,9 +398,9 @@ class Compressor(Handle):
         self._graphs.before_replay()
 
     def drop_waiting(self) -> None:
-        """Drop the gradients of micro-batches that wait inside hosts, or inside replicas of the
-        sharded model (``set_requires_all_reduce(False)``). Call it on all ranks if you abandon a
-        step: ``zero_grad()`` does not drop them.
+        """Drop the gradients of micro-batches that wait inside hosts, or with ``replicas=`` inside
+        replicas (``set_requires_all_reduce(False)``). Call it on all ranks if you abandon a step:
+        ``zero_grad()`` does not drop them.
 
         Inside a replica the messages of these micro-batches are already sent: what they carried of
         residuals is dropped, too, unless you call :meth:`copy_residuals` before the step and
