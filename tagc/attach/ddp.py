@@ -347,11 +347,15 @@ def _check(name: str, module: DistributedDataParallel) -> None:
 
 
 def _named_params(name: str, module: DistributedDataParallel) -> Iterator[Named]:
-    """The parameters that DDP keeps equal, by their names in the model as written."""
-    prefix = f"{name}." if name else ""
-    for own, param in module.module.named_parameters():
-        if own not in module.parameters_to_ignore:
-            yield plain_name(prefix + own), param
+    """The parameters that DDP keeps equal, by their names in the model as written. DDP ignores a
+    parameter that has several names if all of them are ignored, and never one of the module itself.
+    """
+    prefix, found = f"{name}." if name else "", set()
+    for path, part in module.module.named_modules():
+        for own, param in part.named_parameters(recurse=False):
+            if f"{path}.{own}" not in module.parameters_to_ignore and id(param) not in found:
+                found.add(id(param))
+                yield plain_name(prefix + f"{path}.{own}".removeprefix(".")), param
 
 
 def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:

@@ -188,7 +188,7 @@ class UnitGatherer(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """The gatherer's state between two steps, with counters. Names and shapes never change."""
-        counters = [self.wire_bytes, self.dense_bytes]
+        counters = [self.wire_bytes, self.dense_bytes, self.last_bytes]
         counters += [self.inside_bytes] if self.plan.info.ranks_per_host > 1 else []
         return {"counters": torch.tensor(counters, dtype=torch.int64, device="cpu")}
 
@@ -200,7 +200,7 @@ class UnitGatherer(ABC):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a :meth:`state` that passes :meth:`check_state`."""
-        self.wire_bytes, self.dense_bytes, *inside = state["counters"].tolist()
+        self.wire_bytes, self.dense_bytes, self.last_bytes, *inside = state["counters"].tolist()
         self.inside_bytes = sum(inside)
 
     @abstractmethod

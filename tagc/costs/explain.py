@@ -38,7 +38,8 @@ def explain(
     ``DistributedDataParallel``. (Blocks are the children of its ``nn.ModuleList``.)
 
     Args:
-        model: a module on any device, including meta; or shapes by parameter name.
+        model: a module on any device, including meta, whose parameters tensor parallelism may have
+            divided, but not FSDP; or shapes by parameter name.
         policy: see :func:`tagc.wrap`.
         world_size: total number of ranks.
         replicas: number of copies of the sharded model.

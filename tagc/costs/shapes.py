@@ -29,6 +29,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tagc.attach.ddp import planned_units
 from tagc.basics.files import open_regular, read_regular
@@ -59,11 +61,13 @@ def check_name(name: str, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """A parameter, before sharding."""
+    """A parameter, before sharding; ``part`` is the shape of this rank's part, if tensor
+    parallelism divides it."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    part: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -90,8 +94,15 @@ class ModelShapes:
         """Take the shapes of a module (on any device), or shapes by name. Raises ModelError if a
         name or a size exceeds what any model has."""
         if isinstance(model, nn.Module):
+            # What fully_shard cut is planned whole: for any number of ranks.
+            parts = not any(isinstance(module, FSDPModule) for module in model.modules())
             params = [
-                ParamShape(name=name, shape=tuple(p.shape), trainable=p.requires_grad)
+                ParamShape(
+                    name=name,
+                    shape=tuple(p.shape),
+                    trainable=p.requires_grad,
+                    part=tuple(p.to_local().shape) if isinstance(p, DTensor) and parts else None,
+                )
                 for name, p in model.named_parameters()
             ]
             blocks = _blocks(model)
@@ -167,7 +178,7 @@ def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
 
 def _sharded(param: ParamShape, world_size: int) -> UnitParam:
     # FSDP splits the first dimension, and pads it to a multiple of the ranks.
-    first, *rest = param.shape or (1,)
+    first, *rest = (param.part or param.shape) or (1,)
     local = (-(-first // world_size), *rest)
     return UnitParam(
         name=param.name,

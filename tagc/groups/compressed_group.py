@@ -215,7 +215,7 @@ class CompressedGroup(dist.ProcessGroup):
             self._count_natively(_bytes_to_others(leaving, self.rank()))
             splits = list(out_splits or ()), list(in_splits or ())
             return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
-        received = out.detach().contiguous()
+        received = out.data.contiguous()
         arriving = _parts(received, out_splits, self.size())
         leaving = _parts(inp.detach().contiguous(), in_splits, self.size())
         return self._all_to_all(arriving, leaving, [out], [received])
@@ -385,7 +385,7 @@ class CompressedGroup(dist.ProcessGroup):
             finish()
             for theirs, ours in zip(given, made, strict=True):
                 if theirs.data_ptr() != ours.data_ptr():
-                    theirs.detach().copy_(ours)
+                    theirs.data.copy_(ours)
 
         pending.finish = finish_and_copy
         pending.waits = self._transport.by_messages(given[0].device)
@@ -411,8 +411,8 @@ def _alike(t: Tensor, parts: Sequence[Tensor], size: int) -> bool:
 
 def _flat(t: Tensor) -> Tensor:
     """The elements of ``t``, a view if they are contiguous. (A pipeline receives into tensors that
-    require gradients.)"""
-    return t.detach().contiguous().view(-1)
+    require gradients.) As with torch's own collectives, autograd does not notice writes to it."""
+    return t.data.contiguous().view(-1)
 
 
 def _parts(t: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -122,6 +123,7 @@ class Handle(ABC):
         self._state().load(open_source, force=force)
 
 
+_FLOAT32 = torch.finfo(torch.float32)
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_compressor"
 
@@ -240,15 +242,19 @@ class Compressor(Handle):
         same factor. The next reduction raises if a rank did not, or with another number.
 
         Args:
-            factor: the new loss scale divided by the old one, positive and finite; or a tensor
-                ``[]`` on the residuals' device. The host does not read the tensor, so it does not
-                wait for the device.
+            factor: the new loss scale divided by the old one, positive and finite in float32; or a
+                tensor ``[]`` on the residuals' device. The host does not read the tensor, so it
+                does not wait for the device.
 
         Raises:
-            ValueError: if the factor is a number that is not positive and finite.
+            ValueError: if the factor is a number that is not positive and finite in float32, or a
+                tensor of several. Nothing has changed then.
         """
-        if not isinstance(factor, Tensor) and not 0 < factor < math.inf:
-            raise ValueError(f"the factor must be positive and finite, got {factor}")
+        if isinstance(factor, Tensor):
+            if factor.numel() != 1:
+                raise ValueError(f"the factor must be one number, got {list(factor.shape)}")
+        elif not _FLOAT32.tiny <= factor <= _FLOAT32.max:
+            raise ValueError(f"the factor must be positive and finite in float32, got {factor}")
         self._note("scale_residuals", factor)
         for reducer in self._collectives.all_reducers:
             reducer.rescale(factor)
@@ -395,6 +401,10 @@ class Compressor(Handle):
         """Drop the gradients of micro-batches that wait inside hosts, or with ``replicas=`` inside
         replicas (``set_requires_all_reduce(False)``). Call it on all ranks if you abandon a step:
         ``zero_grad()`` does not drop them.
+
+        Inside a replica the messages of these micro-batches are already sent: what they carried of
+        residuals is dropped, too, unless you call :meth:`copy_residuals` before the step and
+        :meth:`restore_residuals` after it. On hosts nothing else is lost.
         """
         self._note("drop_waiting", True)
         for waiting in self._collectives.waiting:

@@ -216,6 +216,37 @@ def test_every_parameter_has_its_own_name(rank: int, world_size: int) -> None:
     assert {row.param for row in rows} == {"weight", "module.weight", "module.bias"}
 
 
+class Tied(nn.Module):
+    """One matrix has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.own = nn.Parameter(torch.randn(40, 40))
+        self.one, self.two = nn.Linear(40, 40), nn.Linear(40, 40, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x @ self.own))
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores(rank: int, world_size: int) -> None:
+    """Those, and no others: all names of a parameter, but none of the module's own."""
+    policy = {"gradients": [BITS["gradients"][0] | {"when": {"name": ["own", "*.weight"]}}]}
+    for ignored, expected in (
+        ({"one.weight"}, ["own", "one.bias", "two.weight"]),
+        ({"two.weight", "own"}, ["own", "one.weight", "one.bias"]),
+        ({"one.weight", "two.weight"}, ["own", "one.bias"]),
+    ):
+        module: Any = Tied()
+        module._ddp_params_and_buffers_to_ignore = ignored
+        model = wrapped({"schema": 1, **policy}, module)
+        assert [row.param for row in tagc.compressor(model).plan().rows] == expected
+        model(torch.randn(3, 40)).sum().backward()  # refuses unknown gradients
+        same_on_all_ranks({name: module.get_parameter(name).grad for name in expected})
+
+
 @on_ranks(2)
 def test_a_group_of_one_rank(rank: int, world_size: int) -> None:
     """Beside a larger one: its gradients are the average, and nothing may round them."""

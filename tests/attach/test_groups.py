@@ -138,6 +138,19 @@ def test_works(rank: int, world_size: int) -> None:
         assert torch.equal(t[i], 2 * coded(both[i]))
 
 
+@on_ranks(3)
+def test_autograd_takes_writes_as_torchs_own(rank: int, world_size: int) -> None:
+    """A backward that reads a tensor which was then summed in place is no error."""
+    group = mesh_of(world_size).get_group()
+    for given in (torch.zeros(3 * N, requires_grad=True), torch.zeros(3 * N - 1).requires_grad_()):
+        saved = given.exp()
+        with tagc.activations():
+            dist.all_reduce(saved, group=group)
+        saved.sum().backward()
+        assert given.grad is not None
+        torch.testing.assert_close(given.grad, torch.full_like(given, 3), rtol=0.01, atol=0)
+
+
 @on_ranks(2)
 def test_sparse_tensors_travel_as_they_are(rank: int, world_size: int) -> None:
     t = torch.randn(4 * N)

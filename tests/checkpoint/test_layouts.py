@@ -104,11 +104,13 @@ def goes_on(rank: int, layout: Layout, policy: dict[str, Any], saver: str, folde
     layout.run(model, rank, range(2))
     save(model, folder, saver)
     weights, mine = local_weights(model), kept(model, layout.shapes)
+    metrics = vars(tagc.compressor(model).metrics())
     layout.run(model, rank, range(2, 4))
     resumed = layout.wrapped(policy)
     layout.run(resumed, rank, range(1))  # so that there is something to replace
     set_weights(resumed, weights)
     load(resumed, folder, saver)
+    equal(vars(tagc.compressor(resumed).metrics()), metrics)
     layout.run(resumed, rank, range(2, 4))
     equal(snapshot(resumed), snapshot(model))
     assert tagc.compressor(resumed).metrics().unresolved == 0

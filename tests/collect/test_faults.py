@@ -108,9 +108,14 @@ def test_residuals_follow_the_loss_scale(rank: int, world_size: int, policy: str
 @on_ranks(2)
 def test_bad_factors(rank: int, world_size: int) -> None:
     model = wrap(sharded(), rules(QUANTIZED))
-    for factor in (0, -1.0, math.inf, math.nan):
+    grads_of(model, rank, 0)
+    before = tagc.compressor(model).copy_residuals()
+    for factor in (0, -1.0, math.inf, math.nan, 1e300, 1e-300):
         with pytest.raises(ValueError, match="positive and finite"):
             tagc.compressor(model).scale_residuals(factor)
+    with pytest.raises(ValueError, match="must be one number"):
+        tagc.compressor(model).scale_residuals(torch.ones(2))
+    torch.testing.assert_close(tagc.compressor(model).copy_residuals(), before, **EXACT)
     head = {"when": {"name": "head.*"}, "codec": QUANTIZED}
     other = wrap(sharded(), {"schema": 1, "gradients": [head]})
     with pytest.raises(ValueError, match="not taken from this model"):

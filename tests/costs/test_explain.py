@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,9 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import tagc
+from support import parallel_net
+from support.block_net import wrap
 from support.distributed import as_on_nccl, on_ranks
 from support.uneven_block import Block, sharded
 from tagc.attach import ddp
@@ -67,6 +71,20 @@ def test_explain_is_what_wrap_makes(
     assert len(lines) == len(str(plan).splitlines()) - 1
     assert lines == str(expected).splitlines()
     assert plan.fingerprint == expected.fingerprint
+
+
+@on_ranks(4)
+def test_explain_after_tensor_parallelism(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    codec = {"kind": "quantized", "bits": 8, "block": 32}
+    rules = [{"when": {"name": "mlp.*"}, "codec": codec}]
+    policy = {"schema": 1, "gradients": rules, "parameters": rules}
+    with patch.object(parallel_net, "fully_shard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units as small as these may send more when compressed
+        plan = tagc.explain(parallel_net.parallel(2, 2, mesh=mesh), policy, world_size=2)
+    model = wrap(parallel_net.parallel(2, 2, mesh=mesh, in_one_unit=True), policy)
+    assert plan.fingerprint == tagc.compressor(model).plan().fingerprint
+    assert plan.sent == tagc.compressor(model).plan().sent
 
 
 def test_auto_keeps_no_messages_beside_packed_exponents() -> None:

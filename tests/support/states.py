@@ -65,7 +65,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "gradients": [{"when": {"min_numel": 1}, "codec": QUANTIZED, "feedback": LEAD}],
     },
     "sketch": rules(SKETCH),
-    "sketch lead": rules(SKETCH | {"warmup_steps": 2}, LEAD),
+    "sketch lead": rules(SKETCH | {"warmup_steps": 1}, LEAD),
     "sketch bfloat16": rules(SKETCH | {"symbol": "int16x2"}, BFLOAT16),
     "sketch shared": rules(SKETCH | {"symbol": "int32x1", "support": "shared"}),
     "warming up": rules(SKETCH | {"warmup_steps": 6}),
