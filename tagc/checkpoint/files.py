@@ -339,11 +339,18 @@ def open_checkpoint(folder: Path, key: str) -> Source:
 
 class _Index:
     def __init__(self, folder: Path, where: str) -> None:
-        index = _read_index(folder / INDEX)
         self._folder, self._where = folder, where
-        self.entries, self._storage = index.state_dict_metadata, index.storage_data
-        if not isinstance(self.entries, dict) or not isinstance(self._storage, dict):
-            raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
+        path = folder / INDEX
+        try:
+            with path.open("rb") as file:
+                index = _Unpickler(file).load()
+            self.entries, self._storage = dict(index.state_dict_metadata), dict(index.storage_data)
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except StateError:
+            raise
+        except Exception as error:  # damaged bytes can raise anything in pickle
+            raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
 
     def load_all(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         return {name: self.load(full) for name, full in names.items()}
@@ -377,21 +384,6 @@ class _Index:
         ):
             raise StateError(f"{self._where}: {name} is not a tensor")
         return dtype, tuple(size)
-
-
-def _read_index(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            index = _Unpickler(file).load()
-    except OSError as error:
-        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except StateError:
-        raise
-    except Exception as error:  # damaged bytes can raise anything in pickle
-        raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
-    if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
-        raise StateError(f"{path}: not an index of a checkpoint")
-    return index
 
 
 class _Unpickler(pickle.Unpickler):

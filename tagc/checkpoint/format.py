@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional
 
@@ -206,17 +206,12 @@ def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
     if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
         raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
     try:
-        metadata = json.loads(bytes(tensor.tolist()).decode())
-    except (ValueError, RecursionError):
-        raise StateError(f"{where}: its description is not JSON") from None
-    if not isinstance(metadata, dict):
-        raise StateError(f"{where}: its description is not a JSON object")
-    for name, value in metadata.items():
-        if not isinstance(value, str):
-            raise StateError(f"{where}: {name:.40} in its description is not text")
-    return metadata
+        return _METADATA.validate_json(bytes(tensor.tolist()))
+    except ValidationError as error:
+        raise StateError(f"{where}: its description: {first_problem(error)}") from None
 
 
+_METADATA = TypeAdapter(dict[str, str])
 _NAME = re.compile(
     r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
     re.DOTALL,
