@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tagc.basics.plots import pyplot, save
+from tagc.basics.plots import pyplot
 from tagc.basics.quantities import format_seconds
 
 from ..records import Record, markdown
@@ -76,7 +76,11 @@ def plot(cells: Sequence[Record], folder: Path) -> Path:
         axis.grid(alpha=0.25)
     place = {"loc": "outside right upper", "fontsize": "x-small", "frameon": False}
     figure.legend(handles.values(), handles.keys(), **place)
-    return save(figure, folder / "network-step-time.png")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "network-step-time.png"
+    figure.savefig(file, dpi=90, bbox_inches="tight")
+    pyplot().close(figure)
+    return file
 
 
 def step_table(r: Group) -> str:

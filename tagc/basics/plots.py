@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
@@ -26,11 +25,3 @@ def pyplot() -> Any:
         ) from error
     matplotlib.use("Agg")
     return __import__("matplotlib.pyplot").pyplot
-
-
-def save(figure: Any, file: Path) -> Path:
-    """Write a figure as PNG, small enough for a repository."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=90, bbox_inches="tight")
-    pyplot().close(figure)
-    return file

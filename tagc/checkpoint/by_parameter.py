@@ -258,10 +258,9 @@ class UnitState:
         for piece in param_slices(self.reducer.plan.info, segment.params):
             if shard in (None, piece.row):
                 by_param.setdefault(piece.param, []).append(piece)
-        for param in segment.params:
-            mine = by_param.get(param.name)
-            if mine is None:
-                continue
+        params = {param.name: param for param in segment.params}
+        for name, mine in by_param.items():
+            param = params[name]
             if shard is None:
                 yield self._place(param, None, (_piece(p, p.row) for p in mine))
             else:

@@ -14,19 +14,26 @@ index, a pickle, of which the unpickler here allows only the classes that torch 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,6 +49,7 @@ from tagc.checkpoint.format import (
     Source,
     StateError,
     StateHeader,
+    first_problem,
     metadata_from_tensor,
     split_names,
     with_digest,
@@ -75,11 +83,10 @@ def save_folder(folder: Path, state: State) -> None:
     the process group, because a collective's watchdog might end the job while files are written.
 
     1. Every rank writes its file and reads it again.
-    2. The committing rank, which is the first one, checks the files of all ranks in its folder.
+    2. The first rank checks that the files of all ranks are in its folder, so all share it.
     3. It writes the name of this save into the marker.
-    4. Every rank checks that it sees this marker.
 
-    Only then does the committing rank remove the files of earlier saves.
+    Only then does it remove the files of earlier saves.
 
     Raises:
         OSError: if writing fails.
@@ -97,34 +104,21 @@ def save_folder(folder: Path, state: State) -> None:
     def write() -> str:
         return write_rank(folder, save, state.header(), *state.take())
 
-    def check() -> bytes | None:
-        if not commits:
-            return None
-        check_save(folder, save, digests, world_size)
-        return read_marker(folder)
-
-    def commit_here() -> None:
+    def check_and_commit() -> None:
         if commits:
+            check_save(folder, save, digests, world_size)
             commit(folder, save, ranks, world_size)
 
-    def confirm() -> None:
-        if not is_committed(folder, save):
-            raise StateError(f"{folder}: rank {ranks[0]} wrote to it, but this rank sees another")
+    def check_unnamed() -> None:
+        if commits and (folder / MARKER).exists() and read_marker(folder).save == save:
+            raise StateError(f"{MARKER} names them")
 
-    def restore() -> None:
-        if commits and read_marker(folder) != former:
-            write_marker(folder, former)
-
-    undo: Callable[[], None] = lambda: None  # noqa: E731
     try:
         digests = meeting.together(f"writing step {state.step}", write)
-        former = meeting.together("checking", check)[rank]
-        undo = restore
-        meeting.together("committing", commit_here)
-        meeting.together("confirming", confirm)
+        meeting.together("committing", check_and_commit)
     except Exception as error:
         try:
-            meeting.together("undoing", undo)
+            meeting.together("undoing", check_unnamed)
         except Exception as failure:
             # The marker may name these files, so they stay.
             error.add_note(f"the files of this save are left in {folder}: {failure}")
@@ -180,29 +174,10 @@ def check_save(folder: Path, save: str, digests: Mapping[int, str], world_size: 
 
 
 def commit(folder: Path, save: str, ranks: Sequence[int], world_size: int) -> None:
-    marker = {"format": FORMAT, "save": save, "ranks": list(ranks), "world_size": world_size}
-    write_marker(folder, json.dumps(marker).encode())
-
-
-def read_marker(folder: Path) -> bytes | None:
-    """The marker's content, unchecked; None if there is no marker."""
-    try:
-        return (folder / MARKER).read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def write_marker(folder: Path, content: bytes | None) -> None:
-    """Replace the marker in one step; None removes it."""
-    if content is None:
-        (folder / MARKER).unlink(missing_ok=True)
-        return
+    """Replace the marker in one step."""
+    marker = _Marker(save=save, ranks=list(ranks), world_size=world_size)
     with _replacing(folder / MARKER) as partial:
-        partial.write_bytes(content)
-
-
-def is_committed(folder: Path, save: str) -> bool:
-    return (folder / MARKER).exists() and _parse_marker(folder / MARKER)["save"] == save
+        partial.write_text(marker.model_dump_json())
 
 
 def clean(folder: Path, save: str) -> None:
@@ -213,8 +188,8 @@ def clean(folder: Path, save: str) -> None:
 
 
 def open_files(folder: Path) -> Source:
-    marker = _parse_marker(folder / MARKER)
-    return _open_files(folder, marker["save"], marker["ranks"], marker["world_size"])
+    marker = read_marker(folder)
+    return _open_files(folder, marker.save, marker.ranks, marker.world_size)
 
 
 def _open_files(folder: Path, save: str, ranks: Iterable[int], world_size: int) -> Source:
@@ -267,28 +242,27 @@ _DTYPES = {
 }
 
 
-def _parse_marker(path: Path) -> dict[str, Any]:
+class _Marker(BaseModel, strict=True):
+    format: Literal[1] = FORMAT
+    save: Annotated[str, StringConstraints(pattern="^[0-9a-f]{8,64}$")]
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    world_size: Annotated[int, Field(lt=10**9)]
+
+    @model_validator(mode="after")
+    def _check(self) -> _Marker:
+        if sorted({*self.ranks, self.world_size}) != [*self.ranks, self.world_size]:
+            raise ValueError("not an ascending list of ranks")
+        return self
+
+
+def read_marker(folder: Path) -> _Marker:
+    path = folder / MARKER
     try:
-        marker = json.loads(read_regular(path, _LARGEST_MARKER).decode())
+        return _Marker.model_validate_json(read_regular(path, _LARGEST_MARKER))
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise StateError(f"{path}: not JSON") from None
-    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-        raise StateError(f"{path}: not written in format {FORMAT} of tagc's states")
-    save, ranks, world_size = (marker.get(name) for name in ("save", "ranks", "world_size"))
-    if not isinstance(save, str) or not re.fullmatch("[0-9a-f]{8,64}", save):
-        raise StateError(f"{path}: save is {save!r:.40}, not the name of a save")
-    if type(world_size) is not int or not 0 < world_size < 10**9:
-        raise StateError(f"{path}: world_size is {world_size!r:.40}, not a number of ranks")
-    if (
-        not isinstance(ranks, list)
-        or not ranks
-        or not all(type(rank) is int and 0 <= rank < world_size for rank in ranks)
-        or sorted(set(ranks)) != ranks
-    ):
-        raise StateError(f"{path}: ranks is {ranks!r:.40}, not an ascending list of ranks")
-    return marker
+    except ValidationError as error:
+        raise StateError(f"{path}: not a marker of tagc: {first_problem(error)}") from None
 
 
 def _file_name(rank: int, world_size: int, save: str) -> str:
@@ -365,11 +339,18 @@ def open_checkpoint(folder: Path, key: str) -> Source:
 
 class _Index:
     def __init__(self, folder: Path, where: str) -> None:
-        index = _read_index(folder / INDEX)
         self._folder, self._where = folder, where
-        self.entries, self._storage = index.state_dict_metadata, index.storage_data
-        if not isinstance(self.entries, dict) or not isinstance(self._storage, dict):
-            raise StateError(f"{folder / INDEX}: not an index of a checkpoint")
+        path = folder / INDEX
+        try:
+            with path.open("rb") as file:
+                index = _Unpickler(file).load()
+            self.entries, self._storage = dict(index.state_dict_metadata), dict(index.storage_data)
+        except OSError as error:
+            raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except StateError:
+            raise
+        except Exception as error:  # damaged bytes can raise anything in pickle
+            raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
 
     def load_all(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         return {name: self.load(full) for name, full in names.items()}
@@ -403,21 +384,6 @@ class _Index:
         ):
             raise StateError(f"{self._where}: {name} is not a tensor")
         return dtype, tuple(size)
-
-
-def _read_index(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            index = _Unpickler(file).load()
-    except OSError as error:
-        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except StateError:
-        raise
-    except Exception as error:  # damaged bytes can raise anything in pickle
-        raise StateError(f"{path}: not an index of a checkpoint: {error}") from None
-    if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
-        raise StateError(f"{path}: not an index of a checkpoint")
-    return index
 
 
 class _Unpickler(pickle.Unpickler):

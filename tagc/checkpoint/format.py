@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional
 
@@ -45,19 +45,22 @@ class StateError(ValueError):
     """A state that cannot be loaded, or only with loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateHeader:
+_Hash = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+_Number = Annotated[int, Field(ge=0, lt=10**18)]
+
+
+class StateHeader(BaseModel, frozen=True):
     policy: str  # its name, for messages
-    policy_hash: str  # see :attr:`tagc.Policy.hash`
-    layout: str  # fingerprint of the plan
-    world_size: int
-    rank: int
-    step: int  # reductions so far: the largest number of any unit
+    policy_hash: _Hash  # see :attr:`tagc.Policy.hash`
+    layout: _Hash  # fingerprint of the plan
+    world_size: _Number
+    rank: _Number
+    step: _Number  # reductions so far: the largest number of any unit
     version: str = __version__
     parts: str = ""  # hash of the parts of parameters that tensor parallelism gave the rank, if any
 
     def to_strings(self) -> dict[str, str]:
-        strings = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        strings = {name: str(value) for name, value in self}
         strings["policy"] = self.policy[:_LONGEST_NAME].encode("utf-8", "replace").decode()
         return {"format": str(FORMAT), **strings}
 
@@ -78,25 +81,20 @@ class StateHeader:
                 f"{where}: not a state of tagc that this version ({__version__}) reads: its "
                 f"format is {strings.get('format')!r:.40}, not '{FORMAT}'"
             )
-        values: dict[str, str] = {}
-        for field in fields(cls):
-            value = strings.get(field.name)
-            if not isinstance(value, str):
-                raise StateError(f"{where}: {field.name} is missing from its metadata")
-            values[field.name] = value
-        for name in ("policy_hash", "layout"):
-            if not re.fullmatch("[0-9a-f]{64}", values[name]):
-                raise StateError(f"{where}: {name} is not a SHA-256 but {values[name]!r:.40}")
-        for name in ("world_size", "rank", "step"):
-            if not re.fullmatch("[0-9]{1,18}", values[name], re.ASCII):
-                raise StateError(f"{where}: {name} is not a number but {values[name]!r:.40}")
-        numbers = {name: int(values.pop(name)) for name in ("world_size", "rank", "step")}
-        header = cls(**values, **numbers)  # pyright: ignore[reportArgumentType]
+        try:
+            header = cls.model_validate(strings)
+        except ValidationError as error:
+            raise StateError(f"{where}: {first_problem(error)}") from None
         if header.rank >= header.world_size:
             raise StateError(
                 f"{where}: there is no rank {header.rank} of {header.world_size} ranks"
             )
         return header
+
+
+def first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"]])
 
 
 class RankState:
@@ -208,17 +206,12 @@ def metadata_from_tensor(tensor: Tensor, where: str) -> dict[str, str]:
     if tensor.dtype != torch.uint8 or tensor.shape != (_ABOUT_BYTES,):
         raise StateError(f"{where}: its description is not {_ABOUT_BYTES} bytes")
     try:
-        metadata = json.loads(bytes(tensor.tolist()).decode())
-    except (ValueError, RecursionError):
-        raise StateError(f"{where}: its description is not JSON") from None
-    if not isinstance(metadata, dict):
-        raise StateError(f"{where}: its description is not a JSON object")
-    for name, value in metadata.items():
-        if not isinstance(value, str):
-            raise StateError(f"{where}: {name:.40} in its description is not text")
-    return metadata
+        return _METADATA.validate_json(bytes(tensor.tolist()))
+    except ValidationError as error:
+        raise StateError(f"{where}: its description: {first_problem(error)}") from None
 
 
+_METADATA = TypeAdapter(dict[str, str])
 _NAME = re.compile(
     r"(of_[0-9]{1,9}_ranks\.policy_[0-9a-f]{12}\.layout_[0-9a-f]{12}\.rank_([0-9]{1,9}))\.(.*)",
     re.DOTALL,

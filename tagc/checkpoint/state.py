@@ -32,8 +32,8 @@ _CLOCK = "sites"
 _Tensors = dict[str, Tensor]
 
 
-class Clock(Protocol):
-    """Counts optimizer steps, beside the units."""
+class Kept(Protocol):
+    """What has state besides the state by parameter."""
 
     def state(self) -> dict[str, Tensor]: ...
 
@@ -44,9 +44,6 @@ class Clock(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None: ...
 
 
-_Part = ReducerState | UnitGatherer | Clock
-
-
 @dataclass(frozen=True, kw_only=True)
 class State:
     plan: Plan
@@ -54,7 +51,7 @@ class State:
     reduced: Sequence[UnitState]  # the units in each direction of gradients
     gathered: Sequence[UnitGatherer]  # empty if FSDP gathers parameters
     waiting: Sequence[Waiting] = ()  # gradients of micro-batches, which a state cannot contain
-    clock: Clock | None = None  # of sites: counts optimizer steps, knows what is in flight
+    clock: Kept | None = None  # of sites: counts optimizer steps, knows what is in flight
 
     @property
     def step(self) -> int:
@@ -247,7 +244,7 @@ class State:
 
         return apply
 
-    def _parts_of_state(self) -> Iterator[tuple[str, _Part]]:
+    def _parts_of_state(self) -> Iterator[tuple[str, Kept]]:
         """All that has state besides the state by parameter, by name in a state."""
         if self.clock is not None:
             yield _CLOCK, self.clock
@@ -256,7 +253,7 @@ class State:
             yield f"unit.parameters.{gatherer.plan.info.label}", gatherer
 
 
-def _checked(unit: _Part, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
+def _checked(unit: Kept, source: Source, name: str, tensors: Mapping[str, Tensor]) -> _Tensors:
     state = part_of(name, tensors)
     try:
         unit.check_state(state)

@@ -7,6 +7,7 @@ rank 0 saves what they add to it, while residuals differ from rank to rank.
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from tagc.handle.compressor import Compressor, attached, compressor
 from tagc.handle.wrapper import wrap
 from tagc.integrations.residuals import missing
-from tagc.integrations.sharded import Compressing, remove, saved_folder
+from tagc.integrations.sharded import Compressing, residual_folder
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore
@@ -75,10 +76,10 @@ class _Compressing(Compressing, ParallelStrategy):
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove the checkpoint as Lightning's strategy does, and the residuals."""
-        folder = saved_folder(filepath)  # depends on the checkpoint, so find it first
+        folder = residual_folder(filepath)  # depends on the checkpoint, so find it first
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            remove(folder)
+        if self.is_global_zero and folder.exists():
+            shutil.rmtree(folder)
 
     @property
     def _models(self) -> dict[str, nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,34 +37,23 @@ class Compressing:
     def _save_all(self, models: Mapping[str, nn.Module], path: str | os.PathLike[str]) -> None:
         """Save the residuals of all wrapped models, each under its name; on all ranks."""
         # Ranks may get different paths, such as names that contain the time.
-        path, distributed = (
-            self.broadcast(path),
-            getattr(self, "_save_distributed_checkpoint", False),
-        )
+        distributed = getattr(self, "_save_distributed_checkpoint", False)
+        folder = residual_folder(self.broadcast(path), distributed=distributed)
         for name, model in models.items():
             if attached(model) is not None:
-                save_residuals(model, residual_folder(path, distributed=distributed) / name)
+                save_residuals(model, folder / name)
 
     def _load_all(self, models: Mapping[str, nn.Module], path: str | os.PathLike[str]) -> None:
         """Load the residuals of all wrapped models; on all ranks."""
-        folder = saved_folder(self.broadcast(path))
+        folder = residual_folder(self.broadcast(path))
         for name, model in models.items():
             if attached(model) is not None:
                 load_residuals(model, lambda name=name: folder / name)
 
 
-def residual_folder(checkpoint: str | os.PathLike[str], *, distributed: bool) -> Path:
-    """The folder for a checkpoint's residuals: inside a distributed one, else beside it."""
-    return Path(checkpoint) / FOLDER if distributed else Path(f"{os.fspath(checkpoint)}.{FOLDER}")
-
-
-def saved_folder(checkpoint: str | os.PathLike[str]) -> Path:
-    """The residuals' folder of an existing checkpoint. Like Lightning, it looks at the checkpoint,
-    which may be of another kind than the strategy saves."""
-    return residual_folder(checkpoint, distributed=Path(checkpoint).is_dir())
-
-
-def remove(folder: Path) -> None:
-    """Delete the residuals of a deleted checkpoint."""
-    if folder.exists():
-        shutil.rmtree(folder)
+def residual_folder(checkpoint: str | os.PathLike[str], *, distributed: bool | None = None) -> Path:
+    """The folder for a checkpoint's residuals: inside a distributed one, else beside it. By default
+    the checkpoint is there; like Lightning, this looks at it, because it may be of another kind
+    than the strategy saves."""
+    inside = Path(checkpoint).is_dir() if distributed is None else distributed
+    return Path(checkpoint) / FOLDER if inside else Path(f"{os.fspath(checkpoint)}.{FOLDER}")

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from tagc.attach.fsdp2 import FSDP2Unit
 from tagc.attach.unit import Unit
 from tagc.codecs.workspace import Workspace
-from tagc.collect.counters import Counters
 from tagc.collect.reducer_state import ReducerState
 from tagc.collect.replay import Replay
 from tagc.collect.transport import SilentGroup, Transport
@@ -78,8 +77,7 @@ class SiteUnit(Unit):
         """Copy this rank's shard to ``out`` ``[S]``, by default a new tensor in float32, with zeros
         as padding."""
         if out is None:
-            columns = sum(param.columns for param in self.info.params)
-            out = torch.empty(columns, dtype=torch.float32, device=self.device)
+            out = torch.empty(sum(self._columns), dtype=torch.float32, device=self.device)
         out.zero_()
         for local, place in zip(self._rows(self.shard), out.split(self._columns), strict=True):
             place[: local.numel()].copy_(local.reshape(-1))
@@ -158,37 +156,35 @@ class Owed:
     def put(self, reducer: ChangeReducer) -> None:
         """Copy the residuals to those of a reducer. If it is for another number of sites, they are
         in other slices there."""
-        residuals = self.residuals
         if reducer.plan.peers != self.plan.peers:
-            residuals = _in_slices(reducer.plan, self.in_shard())
-        for start, residual in reducer.owes.items():
-            residual.copy_(residuals[start])
+            _move(reducer.plan, reducer.residuals, self.in_shard(), back=False)
+            return
+        for start, residual in reducer.residuals.items():
+            residual.copy_(self.residuals[start])
 
     def in_shard(self) -> Tensor:
         """The residuals in the columns of the shard, ``[1, S]``; zeros where there are none."""
-        plan, none = self.plan, torch.empty(0, dtype=torch.float32, device="cpu")
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
         some = next(iter(self.residuals.values()), none)
-        shard = some.new_zeros(1, plan.buffer_columns, dtype=torch.float32)
-        if plan.shots is None:
-            for start, residual in self.residuals.items():
-                shard[:, start : start + residual.shape[1]].copy_(residual)
-            return shard
-        slices = some.new_zeros(plan.peers, plan.shots.reduce.columns, dtype=torch.float32)
-        for whole, part in zip(plan.segments, plan.shots.reduce.segments, strict=True):
-            if whole.start in self.residuals:
-                slices[:, part.start : part.stop].copy_(self.residuals[whole.start])
-        replace(slicing_of(plan), back=True, empty=()).run(slices, shard)
+        shard = some.new_zeros(1, self.plan.buffer_columns, dtype=torch.float32)
+        _move(self.plan, self.residuals, shard, back=True)
         return shard
 
 
-def _in_slices(plan: UnitPlan, shard: Tensor) -> dict[int, Tensor]:
-    """Residuals as a plan has them, from those in the columns of the shard."""
-    if plan.shots is None:
-        return {s.start: shard[:, s.start : s.stop] for s in plan.segments}
-    slices = shard.new_zeros(plan.peers, plan.shots.reduce.columns)
-    slicing_of(plan).run(shard, slices)
-    pairs = zip(plan.segments, plan.shots.reduce.segments, strict=True)
-    return {whole.start: slices[:, part.start : part.stop] for whole, part in pairs}
+def _move(plan: UnitPlan, residuals: dict[int, Tensor], shard: Tensor, *, back: bool) -> None:
+    """Copy a plan's residuals from the columns of the shard ``[1, S]``, or back to them."""
+    rows, parts = shard, plan.segments
+    if plan.shots is not None:
+        rows = shard.new_zeros(plan.peers, plan.shots.reduce.columns)
+        parts = plan.shots.reduce.segments
+        if not back:
+            slicing_of(plan).run(shard, rows)
+    for whole, part in zip(plan.segments, parts, strict=True):
+        if whole.start in residuals:
+            there, here = residuals[whole.start], rows[:, part.start : part.stop]
+            here.copy_(there) if back else there.copy_(here)
+    if back and plan.shots is not None:
+        replace(slicing_of(plan), back=True, empty=()).run(rows, shard)
 
 
 class ChangeReducer(ReducerState):
@@ -197,56 +193,43 @@ class ChangeReducer(ReducerState):
 
     Sites compare which exchange they are at before they send a change, so messages have neither
     headers nor stamps.
-
-    Attributes:
-        owes: the residuals, by the segment's first column in the unit.
     """
 
     def __init__(self, plan: UnitPlan, ops: Ops, device: torch.device, *, seed: int, rank: int):
         """Start with empty state; :meth:`connect` comes next."""
         self._levels: dict[Level, Transport] = {}
-        self._bound: dict[Variant, tuple[Replay, Counters]] = {}
+        self._replays: dict[Variant, Replay] = {}
         # Units are averaged in turns, so each one has buffers of its own.
         super().__init__(plan, ops, device, Workspace(device), seed=seed, rank=rank)
-        self._warmup = plan.warmup_steps
-        self.owes, self._owned = self.residuals, self.owner_residuals
 
     def connect(self, transport: Transport) -> None:
         """Average over this rank's counterparts in these sites from now on."""
         self._levels["flat"] = transport
-        self._bound.clear()
+        self._replays.clear()
 
     def averaging(self, change: Tensor) -> Iterator[None]:
         """Replace a change ``[S]`` by its average; pauses while messages are in flight."""
-        counters, progress = self.counters, self.progress
-        warm = counters.earlier_steps + counters.steps >= self._warmup
+        warm = self.counters.all_steps >= self.plan.warmup_steps
         messages = bool(self.plan.compressed) and warm
-        variant = Variant(
-            messages=messages,
-            begun=progress.begun or self.programs.sketches is None,
-        )
-        if variant not in self._bound:
-            replay, sent = self._bind(self.programs.lower(variant)), Counters()
-            sent.add(replay.sent)
-            self._bound[variant] = replay, sent
-        replay, sent = self._bound[variant]
+        variant = self.variant(messages=messages, mean=True, part=None, always=False)
+        if variant not in self._replays:
+            self._replays[variant] = self._bind(self.programs.lower(variant))
+        replay = self._replays[variant]
         if messages:
             self.restart_feedback()
         yield from replay.running({"inp": change, "out": change})
         self.store.workspace.clear()
-        counters.steps += 1
-        counters.native_bytes += sent.native_bytes
-        counters.message_bytes += sent.message_bytes
-        counters.other_bytes += sent.other_bytes
-        if messages:
-            counters.compressed_steps += 1
-            self.advance(variant)
+        self.counters.steps += 1
+        self.counters.compressed_steps += messages
+        self.counters.add(replay.sent)
+        self.advance(variant)
 
     def fold(self, site: int, sites: int) -> None:
         """Add what this site owes as the owner of slices to its own residuals. An owner owes parts
         of averages, so they count once for every site."""
-        for i, residual in self._owned.items():
-            self.owes[i][site].add_(residual[0], alpha=sites)
+        residuals = self.residuals
+        for i, residual in self.owner_residuals.items():
+            residuals[i][site].add_(residual[0], alpha=sites)
             residual.zero_()
 
     def _bind(self, program: Program) -> Replay:
@@ -310,11 +293,11 @@ class Anchor:
     @property
     def exchanges(self) -> int:
         """How often it was exchanged."""
-        return self.reducer.counters.earlier_steps + self.reducer.counters.steps
+        return self.reducer.counters.all_steps
 
     def owed(self) -> Owed:
         """What this site owes."""
-        copies = {start: residual.clone() for start, residual in self.reducer.owes.items()}
+        copies = {start: residual.clone() for start, residual in self.reducer.residuals.items()}
         return Owed(self.reducer.plan, copies, self.exchanges)
 
     def take_change(self, *, none: bool = False) -> None:

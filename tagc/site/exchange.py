@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,17 +59,6 @@ _STEPS_REMEDY = (
 
 class SitesDifferError(RuntimeError):
     """Sites have different anchors, or are at different exchanges."""
-
-
-@dataclass
-class ExchangeCounts:
-    """Counts of one rank; see :class:`tagc.site.handle.SiteMetrics`."""
-
-    exchanges: int = 0
-    waited: int = 0
-    wait_seconds: float = 0.0
-    failed: int = 0
-    healed: int = 0
 
 
 @dataclass
@@ -132,7 +122,7 @@ class SiteExchange:
         elastic: whether sites come and go.
         sites: number of sites; if they come and go, in the last exchange that counts.
         steps: optimizer steps so far.
-        counts: counts of exchanges.
+        counts: of exchanges of this rank; see :class:`tagc.site.handle.SiteMetrics`.
     """
 
     def __init__(
@@ -159,7 +149,8 @@ class SiteExchange:
         self._fragments = fragments_of([anchor.unit.info for anchor in anchors], config.fragments)
         device = anchors[0].values.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.steps, self.counts, self._compared = 0, ExchangeCounts(), False
+        self.steps, self._compared = 0, False
+        self.counts = SimpleNamespace(exchanges=0, waited=0, wait_seconds=0.0, failed=0, healed=0)
         # Less delay than the steps between two exchanges: there is one in flight at most.
         self._flight: Flight | None = None
         # The exchange in progress: its fragments, why, after which step, whether this site has
@@ -317,12 +308,12 @@ class SiteExchange:
         if self.elastic:
             self._owed = [anchor.owed() for anchor in self.anchors]
         flight = self._begin(delay)
-        if flight.thread is None and flight.event is None:
-            self._finish(flight)
-            self._count(len(self._now), time.perf_counter() - began)
-        else:
+        flies = flight.thread is not None or flight.event is not None
+        if flies:
             self._flight = flight
-            self._count(0, time.perf_counter() - began)
+        else:
+            self._finish(flight)
+        self._count(0 if flies else len(self._now), time.perf_counter() - began)
 
     def _begin(self, delay: int = 0) -> Flight:
         """Meet, compare, average and wait; with a delay, all but the meeting beside training,

@@ -345,12 +345,7 @@ class _LoadHook:
 
 
 def _counts(optimizer: Optimizer) -> bool:
-    return any(_moves(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _moves(rate: float | Tensor | None) -> bool:
-    """Whether a learning rate is not 0. To read one on a GPU would wait; that of torch's step is on
-    the CPU, unless the default device is another one."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return True
-    return bool(rate != 0)
+    """Whether any learning rate is not 0. To read one on a GPU would wait; that of torch's step is
+    on the CPU, unless the default device is another one."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return any((isinstance(r, Tensor) and r.device.type != "cpu") or bool(r != 0) for r in rates)
