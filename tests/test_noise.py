@@ -32,6 +32,7 @@ from support.states import shared_folder
 from support.units import codec_plan, unit_reducer
 from tagc.handle.noise import (
     LearningRateScaling,
+    Noise,
     NoiseFactors,
     _decays_apart,
     divides_by_second_moment,
@@ -242,7 +243,7 @@ def test_a_gradient_that_goes_through_codecs_twice_has_the_noise_of_both() -> No
     for reducer, square in zip(reducers, (4.0, 9.0), strict=True):
         assert reducer.gauge is not None
         reducer.gauge.agreed[:] = torch.tensor((square, 1.0), dtype=torch.float64)
-    a, b, c, d = (noise.by_parameter()[id(param)] for param in params)
+    a, b, c, d = (noise.by_parameter()[id(param)].factor for param in params)
     assert (a, b, c, d) == (6, 1, 6, 1)
 
 
@@ -337,16 +338,12 @@ def test_what_tensor_parallel_ranks_have_whole_stays_the_same(
 # An optimizer whose rates are kept: what it has outside of its step is the user's
 
 
-def noise_of(factors: Any) -> Any:
-    noise = Mock()
-    noise.by_parameter.return_value, noise.infos.return_value = factors, {}
-    noise.over_parallel = float
-    return noise
-
-
-def doubling() -> Any:
-    """The noise of gradients that are twice as large as dense ones."""
-    return noise_of(Mock(get=Mock(return_value=2.0)))
+def noise_of(factors: dict[int, float] | None = None) -> Any:
+    """The noise of parameters of one element; of gradients that are twice as large as dense ones if
+    no ``factors`` are given."""
+    known = {p: Noise(factor, 1) for p, factor in (factors or {}).items()}
+    every = Mock(get=Mock(return_value=Noise(2.0, 1)))
+    return Mock(by_parameter=lambda: every if factors is None else known, over_parallel=float)
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
@@ -368,7 +365,7 @@ def test_an_exception_in_a_step_leaves_the_users_rates(scheduled: str) -> None:
     optimizer = stepping()
     if scheduled == "before":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    kept = LearningRateScaling(optimizer, doubling(), second_moment=None)
+    kept = LearningRateScaling(optimizer, noise_of(), second_moment=None)
     if scheduled == "after":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     with pytest.raises(OSError, match="in the closure"):
@@ -430,7 +427,7 @@ def test_a_group_that_adds_up_has_one_factor(sums: dict[str, Any]) -> None:
 
 def test_an_empty_group_is_kept() -> None:
     optimizer = torch.optim.AdamW([{"params": []}])
-    LearningRateScaling(optimizer, doubling(), second_moment=None)
+    LearningRateScaling(optimizer, noise_of(), second_moment=None)
     optimizer.step()
     assert len(optimizer.param_groups) == 1
 
@@ -476,7 +473,7 @@ def test_a_step_that_changes_its_own_rates_is_refused() -> None:
                 group["lr"] *= 0.5
 
     optimizer = Decaying([nn.Parameter(torch.zeros(1))], lr=1.0)
-    LearningRateScaling(optimizer, doubling(), second_moment=True)
+    LearningRateScaling(optimizer, noise_of(), second_moment=True)
     with pytest.raises(ValueError, match="Decaying changes lr of its groups in its own step"):
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1
@@ -489,25 +486,25 @@ def test_a_step_without_arguments_keeps_its_signature() -> None:
         def step(self) -> None: ...  # type: ignore[override]
 
     optimizer = Bare([nn.Parameter(torch.zeros(1))])
-    LearningRateScaling(optimizer, doubling(), second_moment=None)
+    LearningRateScaling(optimizer, noise_of(), second_moment=None)
     assert not inspect.signature(optimizer.step).parameters
 
 
 def test_optimizers_with_other_optimizers_or_models_are_refused() -> None:
     optimizer = stepping()
-    kept = LearningRateScaling(optimizer, doubling(), second_moment=None)
+    kept = LearningRateScaling(optimizer, noise_of(), second_moment=None)
     with pytest.raises(ValueError, match="give each model its own optimizer"):
-        LearningRateScaling(optimizer, doubling(), second_moment=None)
+        LearningRateScaling(optimizer, noise_of(), second_moment=None)
     kept.remove()
     optimizer.inner = [stepping()]
     with pytest.raises(ValueError, match="AdamW steps the optimizers in its attribute 'inner'"):
-        LearningRateScaling(optimizer, doubling(), second_moment=None)
+        LearningRateScaling(optimizer, noise_of(), second_moment=None)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     optimizer = stepping(foreach=False)
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-    LearningRateScaling(optimizer, doubling(), second_moment=None)
+    LearningRateScaling(optimizer, noise_of(), second_moment=None)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
@@ -555,7 +552,7 @@ def test_an_optimizer_that_chooses_its_rates_is_refused() -> None:
     optimizer = stepping()
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(ValueError, match="group 0 of AdamW has no learning rate to keep"):
-        LearningRateScaling(optimizer, doubling(), second_moment=None)
+        LearningRateScaling(optimizer, noise_of(), second_moment=None)
     optimizer.param_groups[0].update(lr=0.1, relative_step=True)
     with pytest.raises(ValueError, match="relative_step=False"):
-        LearningRateScaling(optimizer, doubling(), second_moment=None)
+        LearningRateScaling(optimizer, noise_of(), second_moment=None)

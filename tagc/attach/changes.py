@@ -43,8 +43,16 @@ class OptimizerSteps:
                 steps._note(optimizer, ended=ended)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            def noting(closure: Callable[..., Any]) -> Callable[..., Any]:
+                @wraps(closure)
+                def call(*call_args: Any, **call_kwargs: Any) -> Any:
+                    note(optimizer, ended=False)
+                    return closure(*call_args, **call_kwargs)
+
+                return call
+
             note(optimizer, ended=False)
-            return _with_noting_closure(lambda: note(optimizer, ended=False), args, kwargs)
+            return with_closure(noting, args, kwargs)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             note(optimizer, ended=True)
@@ -69,26 +77,18 @@ class OptimizerSteps:
             gatherer.note_step(ended=ended)
 
 
-def _with_noting_closure(
-    note: Callable[[], None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def with_closure(
+    wrap: Callable[[Callable[..., Any]], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments ``(optimizer, closure)`` of a step, with a closure that calls ``note`` first;
-    None without a closure."""
+    """The arguments ``(optimizer, closure)`` of a step, with the closure that ``wrap`` makes of the
+    given one; None without a closure."""
 
-    def noting(argument: Any) -> Any:
-        if not callable(argument):
-            return argument
-
-        @wraps(argument)
-        def call(*call_args: Any, **call_kwargs: Any) -> Any:
-            note()
-            return argument(*call_args, **call_kwargs)
-
-        return call
+    def wrapped(argument: Any) -> Any:
+        return wrap(argument) if callable(argument) else argument
 
     if not any(map(callable, (*args[1:], *kwargs.values()))):
         return None
-    return (*args[:1], *map(noting, args[1:])), {k: noting(v) for k, v in kwargs.items()}
+    return (*args[:1], *map(wrapped, args[1:])), {k: wrapped(v) for k, v in kwargs.items()}
 
 
 class KnownParameters:

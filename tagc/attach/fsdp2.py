@@ -1,21 +1,22 @@
-"""FSDP2: how a model's units are found, and what their parameter groups call instead of FSDP's
-own collectives.
+"""FSDP2, ``fully_shard`` and ``replicate``: how a model's units are found, and what their parameter
+groups call instead of FSDP's own collectives.
 
 Only this file and :mod:`tagc.attach.fsdp2_collectives` know ``fully_shard``'s internals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from tagc.attach.fsdp2_collectives import (
@@ -26,10 +27,10 @@ from tagc.attach.fsdp2_collectives import (
     all_reduces_by_class,
 )
 from tagc.attach.unit import Integration, Unit
-from tagc.collect import ReplicaAverage, Transport, UnitGatherer, UnitReducer
+from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
+from tagc.collect import CollectiveWork, ReplicaAverage, Transport, UnitGatherer, UnitReducer
 from tagc.plan import Box, UnitInfo, UnitParam, span_of
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from tagc.policy.roles import plain_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,14 @@ class FSDP2Unit(Unit):
         if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
             self._param_group._all_gather_comm = CheckedAllGather(self._native[1], self)
 
-    def check_gather(self) -> None:
-        _check_own(self.info.name, self._native[1], "all-gather")
+    def check_own(self, *, gather: bool, average: bool) -> None:
+        if average and self.replicas is None and self._native[2] is not None:
+            raise ValueError(
+                "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
+                "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
+            )
+        if gather:
+            _check_own(self.info.name, self._native[1], "all-gather")
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         all_gather = CustomAllGather(gatherer, self._param_group, self._grad_mode)
@@ -88,10 +95,6 @@ class FSDP2Unit(Unit):
     @property
     def all_reduces(self) -> bool:
         return self._param_group.all_reduce_grads
-
-    @property
-    def has_all_reduce_hook(self) -> bool:
-        return self._native[2] is not None
 
     def trainable(self) -> list[nn.Parameter]:
         return [p.sharded_param for p in self._planned()]
@@ -133,49 +136,53 @@ class FSDP2Unit(Unit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundGroup:
-    """A parameter group of FSDP2 that becomes a unit.
+class ReplicatedUnit(FSDP2Unit):
+    """One communication unit of a model that ``replicate`` was applied to.
 
-    Attributes:
-        params: what the plan knows of its parameters, in FSDP's order.
-        is_topmost: whether no module above is sharded.
-        fields: those of the unit that do not depend on how its parameters are shared.
+    FSDP2 copies its gradients into a buffer, and calls ``torch.distributed.all_reduce`` on it. It
+    adds up micro-batches with ``set_requires_gradient_sync(False)`` itself, and gathers nothing.
     """
 
-    name: str
-    state: Any
-    group: Any
-    params: tuple[UnitParam, ...]
-    is_topmost: bool
-    fields: Mapping[str, Any]
+    def install(self, reducer: UnitReducer) -> None:
+        super().install(reducer)
+        self._param_group._reduce_scatter_comm.average = partial(self._average, reducer)
 
-    def reduction(self, world_size: int, *, replicated: bool = False) -> UnitInfo:
-        """The reduction of the trainable parameters."""
-        return UnitInfo(
-            name=self.name,
-            params=tuple(param for param in self.params if not param.frozen),
-            world_size=world_size,
-            dtype=reduce_dtype(self.name, self.group),
-            replicated=replicated,
-        )
+    def on_hosts(self, ranks: int) -> UnitInfo:
+        return whole_on_hosts(self.info, ranks)
+
+    def _average(self, reducer: UnitReducer, buffer: Tensor, op: Any) -> None:
+        reached = self.reached
+        if reducer.plan.rows == 1:  # the buffer is what is sent
+            reducer.reduce(buffer, buffer, self.group, op, _natively, reached=reached)
+            return
+        params = [p for p in self.info.params if reached is None or p.name in reached]
+        shapes = [p.local_shape for p in params]
+        pieces = buffer.split([math.prod(shape) for shape in shapes])
+        views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        reduce_whole(reducer, views, self.group, op, _natively, reached=reached)
 
 
-def find_units(model: nn.Module, make: Callable[[FoundGroup], Unit] | None = None) -> list[Unit]:
+def _natively(
+    out: Tensor, inp: Tensor, transport: Transport, op: dist.ReduceOp.RedOpType
+) -> CollectiveWork:
+    """As FSDP2 does it, in place."""
+    return transport.all_reduce(out, op)
+
+
+def find_units(model: nn.Module) -> list[Unit]:
     """The FSDP2 units of a model, in module order. A module whose parameters have several meshes
-    (experts have their own) is a unit for each. ``make`` makes it; default: one that is sharded."""
+    (experts have their own) is a unit for each."""
     # Policies use the names of the model as written.
-    modules = [(_plain_name(name), module) for name, module in model.named_modules()]
+    modules = [(plain_name(f"{n}.").removesuffix("."), m) for n, m in model.named_modules()]
     names = {id(module): name for name, module in modules}
     groups = [group for _, module in modules for group in param_groups_of(module)]
     dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel_dims(p, group))
-    everywhere = list({dim.ranks: dim for dim in dims}.values())
+    everywhere = list(dict.fromkeys(dim.ranks for dim in dims))
     units: list[Unit] = []
     seen: set[int] = set()
-    sharded: set[str] = set()
+    above: set[str] = set()
     grad_mode = GradMode()
     for name, module in modules:
-        above = name.split(".") if name else []
-        inside = any(".".join(above[:end]) in sharded for end in range(len(above)))
         for i, group in enumerate(param_groups_of(module)):
             if id(group) in seen:
                 continue
@@ -183,67 +190,77 @@ def find_units(model: nn.Module, make: Callable[[FoundGroup], Unit] | None = Non
             label = f"{name or '(root)'} (group {i + 1})" if i else name
             _check_reduction(label, group)
             params = [_unit_param(p, group, names, everywhere) for p in group.fsdp_params]
-            pairs = zip(group.fsdp_params, params, strict=True)
-            own = (group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook)
-            dims = (dim for p in group.fsdp_params for dim in _parallel_dims(p, group))
-            found = FoundGroup(
-                name=label,
-                state=module._get_fsdp_state(),  # type: ignore[operator]
-                group=group,
-                params=tuple(params),
-                is_topmost=not inside,
-                fields={
-                    "device": group.device,
-                    "parallel": [dim.group for dim in dims],
-                    "_param_group": group,
-                    "_names": {id(p): param.name for p, param in pairs},
-                    "_grad_mode": grad_mode,
-                    "_native": own,
-                },
-            )
-            units.append((make or _sharded_unit)(found))
+            inside = name and any(name.startswith(prefix) for prefix in above)
+            units.append(_unit(label, module, group, params, grad_mode, is_topmost=not inside))
         if isinstance(module, FSDPModule):
-            sharded.add(name)
+            above.add(f"{name}." if name else "")
     return units
 
 
-def _sharded_unit(found: FoundGroup) -> FSDP2Unit:
-    group, mesh = found.group, found.group.mesh_info
-    replicated = hasattr(mesh, "replicate_mesh_size") and hasattr(mesh, "shard_mesh_size")
-    if replicated and not all_reduces_by_class():
-        raise ValueError(_in_one_dimension(found.name, mesh))
+def _unit(
+    name: str,
+    module: Any,
+    group: Any,
+    params: Sequence[UnitParam],
+    grad_mode: GradMode,
+    *,
+    is_topmost: bool,
+) -> FSDP2Unit:
+    """The unit of a parameter group of ``module``; ``params`` are its parameters, in FSDP's order.
+
+    Args:
+        is_topmost: whether no module above is sharded.
+    """
+    mesh = group.mesh_info
+    shards, copies = (hasattr(mesh, f"{kind}_mesh_size") for kind in ("shard", "replicate"))
+    if copies and not all_reduces_by_class():
+        raise ValueError(
+            f"{name or 'the root module'!r} is replicated (replicate(), or HSDP), and tagc cannot "
+            "replace the all-reduce of this version of torch; use DistributedDataParallel, or "
+            "fully_shard over the sharded dimension of the mesh only and tagc.wrap(..., "
+            "replicas=mesh[...]) over the other one"
+        )
+    info = UnitInfo(
+        name=name,
+        params=tuple(param for param in params if not param.frozen),
+        world_size=mesh.shard_mesh_size if shards else mesh.replicate_mesh_size,
+        dtype=reduce_dtype(name, group),
+        replicated=not shards,
+    )
+    dims = (dim for p in group.fsdp_params for dim in _parallel_dims(p, group))
+    fields: dict[str, Any] = {
+        "info": info,
+        "device": group.device,
+        "parallel": [dim.group for dim in dims],
+        "_param_group": group,
+        "_names": {id(p): at.name for p, at in zip(group.fsdp_params, params, strict=True)},
+        "_grad_mode": grad_mode,
+        "_native": (group._reduce_scatter_comm, group._all_gather_comm, group._all_reduce_hook),
+    }
+    if not shards:
+        return ReplicatedUnit(group=mesh.replicate_process_group, **fields)
     dtypes = {param_dtype(p, group) or p.sharded_param.dtype for p in group.fsdp_params}
     # FSDP decides in the first forward that its root keeps its parameters until backward. Before
     # that, a part of a larger model that is wrapped alone is mistaken for the root.
-    is_root = found.is_topmost if found.state._is_root is None else found.state._is_root
-    keeps = is_root and getattr(found.state, "_auto_reshard_after_forward", False)
+    state = module._get_fsdp_state()
+    is_root = is_topmost if state._is_root is None else state._is_root
+    keeps = is_root and getattr(state, "_auto_reshard_after_forward", False)
     # If resharded to a smaller group, backward gathers natively in that group.
     again = group._reshard_after_forward and not group._use_post_forward_mesh and not keeps
     return FSDP2Unit(
-        info=found.reduction(mesh.shard_mesh_size),
         gather_info=UnitInfo(
-            name=found.name,
-            params=found.params,
-            world_size=mesh.shard_mesh_size,
+            name=name,
+            params=tuple(params),
+            world_size=info.world_size,
             # FSDP gathers several dtypes as bytes.
             dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
             per_step=2 if again else 1,
             native=_own_gather(group),
         ),
         group=mesh.shard_process_group,
-        replicas=mesh.replicate_process_group if replicated else None,
-        **found.fields,
+        replicas=mesh.replicate_process_group if copies else None,
+        **fields,
     )
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Whether a module is on FSDP2's machinery without being sharded (``replicate``)."""
-    return any(not hasattr(g.mesh_info, "shard_mesh_size") for g in param_groups_of(module))
-
-
-def _plain_name(name: str) -> str:
-    """A name without the parts that ``torch.compile`` and activation checkpointing insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def param_groups_of(module: nn.Module) -> list[Any]:
@@ -290,20 +307,6 @@ def _own_gather(group: Any) -> str:
     return ""
 
 
-def _in_one_dimension(name: str, info: Any) -> str:
-    """What to change if FSDP's own all-reduce over replicas cannot be replaced."""
-    mesh = info.mesh
-    dims = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    sizes = ", ".join(f"{dim}={size}" for dim, size in zip(dims, mesh.shape, strict=True))
-    replicate, shard = dims[info.replicate_mesh_dim], dims[info.shard_mesh_dim]
-    return (
-        f"{name or 'the root module'!r} is sharded and replicated over a mesh of ({sizes}) (HSDP), "
-        "and tagc cannot replace the all-reduce of this version of torch. Change two lines:\n"
-        f'    fully_shard(module, mesh=mesh["{shard}"])\n'
-        f'    tagc.wrap(model, ..., replicas=mesh["{replicate}"])'
-    )
-
-
 def _is_own(comm: Any) -> bool:
     """Whether a collective is FSDP's own."""
     return type(comm).__module__.startswith("torch.")
@@ -336,7 +339,7 @@ def _sharding(group: Any) -> list[dist.ProcessGroup]:
 
 
 def _unit_param(
-    param: Any, group: Any, names: Mapping[int, str], everywhere: Sequence[_ParallelDim]
+    param: Any, group: Any, names: Mapping[int, str], everywhere: Sequence[tuple[int, ...]]
 ) -> UnitParam:
     """What the plan knows of an FSDP parameter. A shared one has the name that FSDP uses.
 
@@ -367,24 +370,14 @@ def _unit_param(
 # of tensor (or expert) parallelism.
 
 
-@dataclass(frozen=True)
-class _ParallelDim:
-    """A dimension of a parameter's mesh that is not FSDP's: this rank's group along it, and the
-    parameter's placement."""
+class _ParallelDim(NamedTuple):
+    """A dimension of a parameter's mesh that is not FSDP's: this rank's group along it, the group's
+    ranks, and the dimension of the parameter that it divides. None if it does not divide it;
+    subclasses of ``Shard``, which divide differently, do not count."""
 
     group: dist.ProcessGroup
-    placement: Placement
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the group."""
-        return _ranks(self.group)
-
-    @property
-    def shards(self) -> bool:
-        """Whether it divides the parameter; subclasses of ``Shard``, which divide differently, do
-        not count."""
-        return type(self.placement) is Shard
+    ranks: tuple[int, ...]
+    divides: int | None
 
 
 def _parallel_dims(param: Any, group: Any) -> list[_ParallelDim]:
@@ -392,8 +385,12 @@ def _parallel_dims(param: Any, group: Any) -> list[_ParallelDim]:
     sharded = param.sharded_param
     if not isinstance(sharded, DTensor):
         return []
-    mesh, own = sharded.device_mesh, {_ranks(one) for one in _sharding(group)}
-    dims = [_ParallelDim(mesh.get_group(i), place) for i, place in enumerate(sharded.placements)]
+    own = {_ranks(one) for one in _sharding(group)}
+    dims = []
+    for i, placement in enumerate(sharded.placements):
+        along = sharded.device_mesh.get_group(i)
+        divides = placement.dim % sharded.ndim if type(placement) is Shard else None
+        dims.append(_ParallelDim(along, _ranks(along), divides))
     return [dim for dim in dims if dim.ranks not in own]
 
 
@@ -401,11 +398,10 @@ def _box_of(shape: tuple[int, ...], dims: Iterable[_ParallelDim]) -> Box | None:
     """The part of a parameter of this ``shape`` that the dimensions leave this rank's sharding
     group; None if they do not divide it."""
     box, divided = Box.whole(shape), False
-    for dim in dims:
-        if isinstance(dim.placement, Shard) and dim.shards:
-            along = dim.placement.dim % len(shape)
-            box = box.narrow(along, *span_of(box.shape[along], dim.group.rank(), dim.group.size()))
-            divided |= dim.group.size() > 1
+    for group, ranks, along in dims:
+        if along is not None:
+            box = box.narrow(along, *span_of(box.shape[along], group.rank(), len(ranks)))
+            divided |= len(ranks) > 1
     # All ranks return a box or none does, even if it is empty or whole on one of them.
     return box if divided else None
 
@@ -413,20 +409,20 @@ def _box_of(shape: tuple[int, ...], dims: Iterable[_ParallelDim]) -> Box | None:
 def _duplicate_of(
     dims: Iterable[_ParallelDim],
     sharding: Iterable[dist.ProcessGroup],
-    everywhere: Sequence[_ParallelDim],
+    everywhere: Sequence[tuple[int, ...]],
 ) -> tuple[int, int] | None:
     """Index of this rank's sharding group among the groups that hold the same elements of a
     parameter, and the number of these groups; None if there is only one.
 
-    ``everywhere`` are the dimensions of all parameters of the model. A dimension that the
-    parameter's own mesh lacks also makes duplicates, unless the other groups divide the parameter
-    among these ranks.
+    ``everywhere`` are the ranks along the dimensions of all parameters of the model. A dimension
+    that the parameter's own mesh lacks also makes duplicates, unless the other groups divide the
+    parameter among these ranks.
     """
     me = dist.get_rank()
     busy = {rank for group in sharding for rank in _ranks(group)}
-    busy.update(rank for dim in dims if dim.shards for rank in dim.ranks)
+    busy.update(rank for dim in dims if dim.divides is not None for rank in dim.ranks)
     index, count = 0, 1
-    for ranks in dict.fromkeys(dim.ranks for dim in everywhere):
+    for ranks in everywhere:
         if busy & {*ranks} == {me}:
             index, count = index * len(ranks) + ranks.index(me), count * len(ranks)
             busy.update(ranks)
@@ -435,6 +431,11 @@ def _duplicate_of(
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    groups = (group for module in model.modules() for group in param_groups_of(module))
+    return [one for group in groups for one in _sharding(group)]
 
 
 def _shards(model: nn.Module) -> bool:
@@ -446,14 +447,26 @@ def _shards(model: nn.Module) -> bool:
     )
 
 
+def _replicates(model: nn.Module) -> bool:
+    groups = (group for module in model.modules() for group in param_groups_of(module))
+    return any(not hasattr(group.mesh_info, "shard_mesh_size") for group in groups)
+
+
 FSDP2 = Integration(
     name="FSDP2",
     description="FSDP2 (fully_shard)",
     shards=_shards,
-    sharding_groups=lambda model: [
-        one for m in model.modules() for group in param_groups_of(m) for one in _sharding(group)
-    ],
+    sharding_groups=_groups,
     find_units=find_units,
     # It supports everything that a policy can ask for.
     check_policy=lambda policy, replicas: None,
+)
+
+REPLICATE = Integration(
+    name="replicate",
+    description="replicate (torch.distributed._composable.replicate_with_fsdp)",
+    shards=_replicates,
+    sharding_groups=_groups,
+    find_units=find_units,
+    check_policy=check_policy,
 )

@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from tagc.attach.unit import Unit
 from tagc.collect import Lockstep, Phase, Transport, UnitGatherer, UnitReducer
 
 
-class _Allocates:
-    """Allocates the buffers of a collective, for which FSDP asks the collective."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CustomReduceScatter(_Allocates, ReduceScatter):
+class CustomReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Reduces a unit's gradients. It also allocates the tensors that FSDP all-reduces, so that they
     can average themselves.
 
@@ -92,16 +84,13 @@ class _Averaging(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func is dist.all_reduce:
-                return _average(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-
-def _average(
-    tensor: _Averaging, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> None:
-    tensor.tagc_average(_plain(tensor), op)
+                # torch names all arguments but the tensor.
+                (tensor,) = args
+                return tensor.tagc_average(_plain(tensor), kwargs["op"])
+            return func(*args, **kwargs)
 
 
 def _averaging(buffer: Tensor, average: Callable[[Tensor, Any], None]) -> Tensor:
@@ -164,7 +153,7 @@ class GradMode:
     enabled = True
 
 
-class CustomAllGather(_Allocates, AllGather):
+class CustomAllGather(DefaultAllocMixin, AllGather):
     """Gathers a unit's parameters."""
 
     def __init__(self, gatherer: UnitGatherer, param_group: Any, grad_mode: GradMode) -> None:

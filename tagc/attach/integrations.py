@@ -7,8 +7,7 @@ from torch import nn
 
 from tagc.attach.ddp import DDP
 from tagc.attach.fsdp1 import FSDP1
-from tagc.attach.fsdp2 import FSDP2
-from tagc.attach.replicate import REPLICATE
+from tagc.attach.fsdp2 import FSDP2, REPLICATE
 from tagc.attach.unit import Integration
 
 INTEGRATIONS: tuple[Integration, ...] = (DDP, FSDP1, FSDP2, REPLICATE)

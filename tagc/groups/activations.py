@@ -63,7 +63,7 @@ class CodedCollectives:
         """Gather every rank's ``inp`` ``[n]`` in ``out`` ``[W, n]``."""
         n = inp.numel()
         transport = self._transport.marked("all-gather", n, inp.dtype)
-        received, work = self._gathered(transport, inp)
+        received, work = self._sent(transport, inp[None])
         return CodedWork(work, lambda: self._coder.decode(received, out), [received])
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, divisor: int) -> CodedWork:
@@ -78,7 +78,7 @@ class CodedCollectives:
         coder, n, ranks = self._coder, tensor.numel(), self._transport.size
         transport = self._transport.marked("all-reduce", n, tensor.dtype)
         if ranks == 2:
-            received, work = self._gathered(transport, tensor)
+            received, work = self._sent(transport, tensor[None])
             return CodedWork(work, lambda: coder.add_up(received, tensor, divisor), [received])
         part = coder.part(n, ranks)
         missing = ranks * part - n
@@ -86,7 +86,8 @@ class CodedCollectives:
             transport, (pad(tensor, (0, missing)) if missing else tensor).view(ranks, part)
         )
         first.wait()
-        received, work = self._gathered(transport, coder.total(parts, part, tensor.dtype, divisor))
+        total = coder.total(parts, part, tensor.dtype, divisor)
+        received, work = self._sent(transport, total[None])
         work.wire_bytes += first.wire_bytes
 
         def finish() -> None:
@@ -147,28 +148,20 @@ class CodedCollectives:
             return t.numel() * t.element_size()
         return 4 * self._coder.lengths(t.numel())[0]
 
-    def _gathered(self, transport: Transport, t: Tensor) -> tuple[Tensor, CollectiveWork]:
-        """Every rank's message about its ``t`` ``[n]``, ``[W, words]`` once the work is done."""
-        messages, (usual, most) = self._coder.encode(t[None]), self._coder.lengths(t.numel())
+    def _sent(self, transport: Transport, t: Tensor) -> tuple[Tensor, CollectiveWork]:
+        """Every rank's message about row ``r`` of its ``t`` ``[W, n]``, where this is rank ``r``;
+        or about its only row, ``[1, n]``. ``[W, words]`` once the work is done."""
+        messages, (usual, most) = self._coder.encode(t), self._coder.lengths(t.shape[-1])
         size = transport.size
         if transport.by_messages(t.device):
             received = messages.new_empty(size, most)
-            used = [self._length(messages[0], usual)] * size
-            return received, transport.exchange(received.unbind(), [messages[0]] * size, used=used)
+            used = [self._length(message, usual) for message in messages] * (size // len(t))
+            sent = messages.expand(size, -1).unbind()
+            return received, transport.exchange(received.unbind(), sent, used=used)
         words = most if self._any_long(transport, messages, t.device) else usual
         received = messages.new_empty(size, words)
-        return received, transport.gather(received, messages[:, :words], in_flight=True)
-
-    def _sent(self, transport: Transport, t: Tensor) -> tuple[Tensor, CollectiveWork]:
-        """Every rank's message about row ``r`` of its ``t`` ``[W, n]``, where this is rank ``r``;
-        ``[W, words]`` once the work is done."""
-        messages, (usual, most) = self._coder.encode(t), self._coder.lengths(t.shape[-1])
-        if transport.by_messages(t.device):
-            received = torch.empty_like(messages)
-            used = [self._length(message, usual) for message in messages]
-            return received, transport.exchange(received.unbind(), messages.unbind(), used=used)
-        words = most if self._any_long(transport, messages, t.device) else usual
-        received = messages.new_empty(len(messages), words)
+        if len(t) == 1:
+            return received, transport.gather(received, messages[:, :words], in_flight=True)
         sent = messages[:, :words].contiguous()
         return received, transport.all_to_all(received, sent, in_flight=True)
 

@@ -17,8 +17,7 @@ some in 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -110,13 +109,11 @@ class CompressedGroup(dist.ProcessGroup):
         divisor = self._divisor(opts.reduceOp)
         sent = 2 * (self.size() - 1) * tensor.numel() * tensor.element_size() // self.size()
         if divisor is None or not self._codes(tensor, tensor.numel() // self.size()):
-            self._count_natively(sent)
+            self._count(sent, sent)
             return self._inner.allreduce(tensors, opts)
-        flat = _flat(tensor)
+        flat, on = _flat(tensor), self._on(tensor)
         what = self._named("all-reduce", tensor)
-        with self._starting(what):
-            pending = self._on(tensor).all_reduce(flat, divisor)
-        return self._started(what, pending, sent, [tensor], [flat.view(tensor.shape)])
+        return self._coded(what, lambda: on.all_reduce(flat, divisor), sent, [tensor], [flat])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """All-reduce tensors in place, one after the other."""
@@ -130,13 +127,9 @@ class CompressedGroup(dist.ProcessGroup):
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not _fits(out, inp, self.size()) or not self._codes(inp, inp.numel()):
-            self._count_natively(sent)
+            self._count(sent, sent)
             return self._inner._allgather_base(out, inp, *_given(opts))
-        whole = _flat(out).view(self.size(), -1)
-        what = self._named("all-gather", inp)
-        with self._starting(what):
-            pending = self._on(inp).all_gather(whole, _flat(inp))
-        return self._started(what, pending, sent, [out], [whole.view(out.shape)])
+        return self._gather(_flat(out).view(self.size(), -1), inp, sent, [out])
 
     all_gather_single = _allgather_base
 
@@ -153,14 +146,16 @@ class CompressedGroup(dist.ProcessGroup):
         (parts,), (inp,) = outs, inps
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not _alike(inp, parts, self.size()) or not self._codes(inp, inp.numel()):
-            self._count_natively(sent)
+            self._count(sent, sent)
             return self._inner.allgather(outs, inps, *_given(opts))
-        whole = inp.new_empty(self.size(), inp.numel())
+        return self._gather(inp.new_empty(self.size(), inp.numel()), inp, sent, parts)
+
+    def _gather(self, whole: Tensor, inp: Tensor, sent: int, given: list[Tensor]) -> Any:
+        """Gather in ``whole`` ``[W, n]``, which is one of the ``given`` tensors or all of them."""
+        on, flat = self._on(inp), _flat(inp)
+        made = [whole] if len(given) == 1 else list(whole)
         what = self._named("all-gather", inp)
-        with self._starting(what):
-            pending = self._on(inp).all_gather(whole, _flat(inp))
-        made = [row.view(inp.shape) for row in whole]
-        return self._started(what, pending, sent, parts, made)
+        return self._coded(what, lambda: on.all_gather(whole, flat), sent, given, made)
 
     # Reduce-scatters.
 
@@ -170,13 +165,13 @@ class CompressedGroup(dist.ProcessGroup):
         sent = (self.size() - 1) * out.numel() * out.element_size()
         fits = _fits(inp, out, self.size())
         if divisor is None or not fits or not self._codes(inp, out.numel()):
-            self._count_natively(sent)
+            self._count(sent, sent)
             return self._inner._reduce_scatter_base(out, inp, opts)
-        flat, rows = _flat(out), _flat(inp).view(self.size(), -1)
+        flat, rows, on = _flat(out), _flat(inp).view(self.size(), -1), self._on(inp)
         what = self._named("reduce-scatter", inp)
-        with self._starting(what):
-            pending = self._on(inp).reduce_scatter(flat, rows, divisor)
-        return self._started(what, pending, sent, [out], [flat.view(out.shape)])
+        return self._coded(
+            what, lambda: on.reduce_scatter(flat, rows, divisor), sent, [out], [flat]
+        )
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -196,7 +191,8 @@ class CompressedGroup(dist.ProcessGroup):
         alike = divisor is not None and _alike(out, parts, self.size())
         if alike and self._codes(out, out.numel()):
             return self._reduce_scatter_base(out, torch.stack(parts), opts)
-        self._count_natively(_bytes_to_others(parts, self.rank()))
+        sent = _bytes_to_others(parts, self.rank())
+        self._count(sent, sent)
         return self._inner.reduce_scatter(outs, inps, *_given(opts))
 
     # All-to-alls.
@@ -212,7 +208,8 @@ class CompressedGroup(dist.ProcessGroup):
         """Send rank ``d`` the ``d``-th part of ``inp``, cut along the first dimension."""
         if not self._may_code(inp):
             leaving = _parts(inp, in_splits, self.size())
-            self._count_natively(_bytes_to_others(leaving, self.rank()))
+            sent = _bytes_to_others(leaving, self.rank())
+            self._count(sent, sent)
             splits = list(out_splits or ()), list(in_splits or ())
             return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
         received = out.data.contiguous()
@@ -224,21 +221,18 @@ class CompressedGroup(dist.ProcessGroup):
 
     def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
         if not all(self._may_code(t) for t in (*outs, *inps)):
-            self._count_natively(_bytes_to_others(inps, self.rank()))
+            sent = _bytes_to_others(inps, self.rank())
+            self._count(sent, sent)
             return self._inner.alltoall(outs, inps, *_given(opts))
         received = [_flat(t) for t in outs]
-        leaving = [_flat(t) for t in inps]
-        made = [flat.view(t.shape) for flat, t in zip(received, outs, strict=True)]
-        return self._all_to_all(received, leaving, outs, made)
+        return self._all_to_all(received, [_flat(t) for t in inps], outs, received)
 
     def _all_to_all(
         self, out: list[Tensor], inp: list[Tensor], given: list[Tensor], made: list[Tensor]
     ) -> Any:
         sent = _bytes_to_others(inp, self.rank())
-        what = f"the all-to-all over dimension {self.dimension!r}"
-        with self._starting(what):
-            pending = self._on(inp[0]).all_to_all(out, inp)
-        return self._started(what, pending, sent, given, made)
+        what, on = f"the all-to-all over dimension {self.dimension!r}", self._on(inp[0])
+        return self._coded(what, lambda: on.all_to_all(out, inp), sent, given, made)
 
     # Messages between two ranks.
 
@@ -247,7 +241,7 @@ class CompressedGroup(dist.ProcessGroup):
         (t,) = tensors
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
-            self._count_natively(sent)
+            self._count(sent, sent)
             with self._batches.message(t.device) as posted:
                 return posted(self._inner.send(tensors, rank, tag))
         with self._batches.message(t.device) as posted:
@@ -271,7 +265,7 @@ class CompressedGroup(dist.ProcessGroup):
             CollectiveWork([work], 0), lambda: collectives.read(message, flat), [message]
         )
         what = self._named(f"receive from rank {rank}", t)
-        return self._batches.note(self._started(what, pending, 0, [t], [flat.view(t.shape)]))
+        return self._batches.note(self._started(what, pending, 0, [t], [flat]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         (t,) = tensors
@@ -352,19 +346,23 @@ class CompressedGroup(dist.ProcessGroup):
     def _named(self, kind: str, t: Tensor) -> str:
         return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"
 
-    @contextmanager
-    def _starting(self, what: str) -> Iterator[None]:
-        """The start of a coded collective, named in errors. gloo ends a connection if the work of
-        a message is dropped before it arrived. So the works of collectives are kept here, and those
-        for which nobody can wait any more end before the next one starts."""
+    def _coded(
+        self,
+        what: str,
+        start: Callable[[], CodedWork],
+        dense: int,
+        given: list[Tensor],
+        made: list[Tensor],
+    ) -> dist.Work:
+        """Start a coded collective. See :meth:`_started`."""
         with failing_in(what, self):
+            # gloo ends a connection if the work of a message is dropped before it arrived. So the
+            # works of collectives are kept, and those for which nobody can wait any more end now.
             for reference, work in self._flying:
                 if reference() is None:
                     work.wait()
-            yield
-
-    def _count_natively(self, sent: int) -> None:
-        self._count(sent, sent)
+            pending = start()
+        return self._started(what, pending, dense, given, made)
 
     def _count(self, wire: int, dense: int) -> None:
         self.wire_bytes += wire
@@ -385,13 +383,14 @@ class CompressedGroup(dist.ProcessGroup):
             finish()
             for theirs, ours in zip(given, made, strict=True):
                 if theirs.data_ptr() != ours.data_ptr():
-                    theirs.data.copy_(ours)
+                    theirs.data.copy_(ours.view(theirs.shape))
 
         pending.finish = finish_and_copy
         pending.waits = self._transport.by_messages(given[0].device)
         self._flying = [flying for flying in self._flying if flying[1].works]
         self._flying.append((ref(pending), pending.work))
-        return pending.named(what, self, given)
+        pending.what, pending.group, pending.results = what, self, given
+        return pending
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

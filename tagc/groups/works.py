@@ -32,9 +32,14 @@ class CodedWork(dist.Work):
     """A collective whose messages (``work``) are decoded (``finish``) when it is waited for.
 
     Attributes:
+        what, group: the collective's name for errors, and its group.
+        results: the tensors that it writes.
         waits: whether nobody knows of the messages until they are waited for, as on gloo.
     """
 
+    what = ""
+    group: dist.ProcessGroup | None = None
+    results: Sequence[Tensor] = ()
     waits = False
 
     def __init__(
@@ -43,20 +48,11 @@ class CodedWork(dist.Work):
         """``arrived`` is what ``finish`` reads."""
         super().__init__()
         self.work, self.finish, self._arrived = work, finish, arrived
-        self._what, self._group = "", None
-        self._result: list[Tensor] = []
-
-    def named(
-        self, what: str, group: dist.ProcessGroup | None, result: Sequence[Tensor]
-    ) -> CodedWork:
-        """This work, with the collective's name for errors, and the tensors that it writes."""
-        self._what, self._group, self._result = what, group, list(result)
-        return self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the messages, and decode them (on a GPU: on the current stream)."""
         # Several works in one have no name; each of them names itself.
-        with nullcontext() if self._group is None else failing_in(self._what, self._group):
+        with nullcontext() if self.group is None else failing_in(self.what, self.group):
             self.work.wait()
             finish, self.finish = self.finish, lambda: None
             # It may be waited for after the inference mode that it started in.
@@ -76,19 +72,21 @@ class CodedWork(dist.Work):
         return (self.waits or all(work.is_completed() for work in self.work.works)) and self.wait()
 
     def result(self) -> list[Tensor]:
-        return self._result
+        return list(self.results)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that is done, after waiting."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._result)
+        future.set_result(self.result())
         return future
 
 
 def several(works: Sequence[dist.Work], result: Sequence[Tensor]) -> CodedWork:
     """One work for several."""
-    return CodedWork(CollectiveWork(works, 0), lambda: None).named("", None, result)
+    found = CodedWork(CollectiveWork(works, 0), lambda: None)
+    found.results = result
+    return found
 
 
 class Batches:

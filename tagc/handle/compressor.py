@@ -29,9 +29,8 @@ from tagc.checkpoint import (
     to_state_dict,
 )
 from tagc.collect import UnitGatherer
-from tagc.groups.mesh import bytes_by_dimension
+from tagc.groups.mesh import bytes_by_dimension, live_groups
 from tagc.handle.collectives import Collectives
-from tagc.handle.graphs import Graphs
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import LearningRateScaling, NoiseFactors, clip_grad_norm
 from tagc.plan import Plan, UnitInfo
@@ -146,21 +145,21 @@ class Compressor(Handle):
         self,
         model: nn.Module,
         plan: Plan,
-        units: Sequence[Unit],
         collectives: Collectives,
         groups: list[dist.ProcessGroup],
         *,
         disabled: bool = False,
     ) -> None:
         self._model, self._plan, self._disabled = model, plan, disabled
-        self.units, self.groups = units, groups
+        self.units, self.groups = collectives.units, groups
         self._collectives = collectives
         self.reducers, self.replica_reducers = collectives.reducers, collectives.replica_reducers
         self.gatherers: Sequence[UnitGatherer] = collectives.gatherers
-        self._graphs = Graphs([], [], [], {})  # nothing is installed
-        if not disabled:
-            reducers, dimensions = collectives.all_reducers, plan.policy.dimensions
-            self._graphs = Graphs(units, reducers, self.gatherers, dimensions)
+        # What CUDA graphs may hold.
+        self._reducing = [] if disabled else collectives.all_reducers
+        gatherers = [] if disabled else self.gatherers
+        self._gathering = list(zip(self.units, gatherers, strict=bool(gatherers)))
+        self._parts = [*(gatherer for _, gatherer in self._gathering), *self._reducing]
         self._noise: NoiseFactors | None = None
         # Weak: an optimizer that is no longer used takes its state with it.
         self._kept: WeakSet[LearningRateScaling] = WeakSet()
@@ -168,14 +167,12 @@ class Compressor(Handle):
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
         self._installed()
-        gatherers = [] if self._disabled else self.gatherers
-        pairs = zip(self.units, gatherers, strict=bool(gatherers))
-        squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in pairs]
+        squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in self._gathering]
         total = sum(whole for _, whole in squares)
         return collect(
             self.reducers,
             self.replica_reducers,
-            gatherers,
+            [gatherer for _, gatherer in self._gathering],
             native_bytes=sum(unit.dense_bytes(unit.columns) for unit in self._plan.native),
             parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
             noise_factor=math.nan if self._noise is None else self._noise.mean(),
@@ -362,12 +359,12 @@ class Compressor(Handle):
         """Steps (forward and backward) that must still run before a CUDA graph can capture one:
         those of the warm-up (``plan().warmup_steps``) and one more, which makes what later ones
         use."""
-        return self._graphs.steps_left
+        return max((part.steps_before_capture for part in self._parts), default=0)
 
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph holds a step, so that :meth:`before_replay` comes next."""
-        return self._graphs.captured
+        return any(reducer.captured for reducer in self._reducing)
 
     def before_capture(self) -> None:
         """Get ready for the capture of a CUDA graph that holds one forward and backward, and for
@@ -384,7 +381,31 @@ class Compressor(Handle):
                 found.
         """
         self._installed()
-        self._graphs.before_capture()
+        if not self._disabled and not all(unit.captures for unit in self.units):
+            raise ValueError(
+                "CUDA graphs can hold the collectives of tagc for FSDP2 only (fully_shard or "
+                "replicate): train without a graph"
+            )
+        for dimension, rule in self._plan.policy.dimensions.items():
+            if rule.codec.kind == "exact" and not self._disabled:
+                raise ValueError(
+                    f"with codec 'exact' the ranks of dimension {dimension!r} agree on the size of "
+                    "every message, which a CUDA graph cannot hold: train without a graph, or "
+                    "choose another codec"
+                )
+        if self.steps_before_capture:
+            raise RuntimeError(
+                f"tagc: {self.steps_before_capture} more steps must run without a CUDA graph "
+                "before one can be captured (tagc.compressor(model).steps_before_capture)"
+            )
+        self._send_ahead()
+        for unit, gatherer in self._gathering:
+            if not gatherer.has_read:
+                unit.send_ahead(gatherer)  # reads the copy, as the graph will
+        for part in self._parts:
+            part.before_capture()
+        for group in live_groups():
+            group.captured_bytes = (0, 0)
 
     def before_replay(self) -> None:
         """Get ready for a replay of the graph, but for the first one, which
@@ -395,7 +416,29 @@ class Compressor(Handle):
             RuntimeError: if no graph was captured; if a step would now do something else, as in a
                 warm-up that was loaded; or for an error that the device found.
         """
-        self._graphs.before_replay()
+        if self._reducing and not self.is_captured:
+            raise RuntimeError(
+                "tagc: no CUDA graph was captured since tagc.wrap, or since the last call of "
+                "tagc.compressor(model).before_capture()"
+            )
+        for reducer in self._reducing:
+            reducer.check_replay()
+        self._send_ahead()
+        for part in self._parts:
+            part.before_replay()
+        for group in live_groups():
+            wire, dense = group.captured_bytes
+            group.wire_bytes += wire
+            group.dense_bytes += dense
+
+    def _send_ahead(self) -> None:
+        """End a round of flags, which the parts then check, and send the changes that are due: a
+        graph repeats what it captured, and only reads copies."""
+        for workspace in {part.store.workspace for part in self._parts}:
+            workspace.before_graph()
+        for unit, gatherer in self._gathering:
+            if gatherer.sends_ahead:
+                unit.send_ahead(gatherer)
 
     def drop_waiting(self) -> None:
         """Drop the gradients of micro-batches that wait inside hosts, or with ``replicas=`` inside

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from tagc.attach import Unit
+from tagc.attach.changes import with_closure
 from tagc.basics.tracing import untraced
 from tagc.basics.warn import warn
 from tagc.collect import Transport, UnitReducer, noise_factor
-from tagc.plan import UnitParam
 
 _EVERY = 16
 """Ranks agree on factors at every power of two up to this many reductions, then at every multiple
@@ -30,6 +30,26 @@ _DO_NOT = {"ASGD", "LBFGS", "Lion", "Muon", "Rprop", "SGD"}
 
 _KEPT: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose rates are kept."""
+
+
+class Noise(NamedTuple):
+    """The noise of one parameter's gradients.
+
+    Attributes:
+        factor: their RMS relative to dense.
+        numel: elements of the whole parameter. (With FSDP1's ``use_orig_params`` optimizers hold
+            shards, whose sizes differ from rank to rank.)
+        duplicated: whether tensor-parallel ranks have the same elements.
+        in_a_bit: whether codes of 1 bit carry them. (Those refuse flat parameters.)
+    """
+
+    factor: float
+    numel: int
+    duplicated: bool = False
+    in_a_bit: bool = False
+
+
+Pair = tuple[nn.Parameter, Noise]
 
 
 class NoiseFactors:
@@ -54,36 +74,27 @@ class NoiseFactors:
         """Exchange the measurements if an exchange is due. Call it on all ranks."""
         due = [(unit, made) for unit, made in self._units if any(map(_is_due, made))]
         for group in dict.fromkeys(unit.group for unit, _ in due):
-            together = [(unit, made) for unit, made in due if unit.group is group]
-            reducers = [r for _, made in together for r in made if r.gauge is not None]
-            gauges = [r.gauge for r in reducers if r.gauge is not None]
-            sums = torch.cat([gauge.sums for gauge in gauges]).to(together[0][0].device)
+            together = [r for unit, made in due if unit.group is group for r in made]
+            measured = [(r, r.gauge) for r in together if r.gauge is not None]
+            sums = torch.cat([gauge.sums for _, gauge in measured])
             for ranks in (group, self._replicas):
                 if ranks is not None:
                     # Summed in the order of ranks, so the backend's algorithm does not matter.
                     sums = Transport(ranks).gather_values(sums)[0].sum(0)
-            rows = sums.cpu().split([len(gauge.sums) for gauge in gauges])
-            for reducer, gauge, row in zip(reducers, gauges, rows, strict=True):
+            rows = sums.cpu().split([len(gauge.sums) for _, gauge in measured])
+            for (reducer, gauge), row in zip(measured, rows, strict=True):
                 gauge.agreed.copy_(row)
                 gauge.agreed_at.fill_(reducer.counters.compressed_steps)
 
-    def by_parameter(self) -> dict[int, float]:
-        """Factors of the parameters that an optimizer may hold, by ``id(parameter)``."""
-        found: dict[int, float] = {}
+    def by_parameter(self) -> dict[int, Noise]:
+        """The noise of the parameters that an optimizer may hold, by ``id(parameter)``."""
+        found: dict[int, Noise] = {}
         for unit, reducers in self._units:
-            named, params, infos = _by_name(unit, reducers), unit.trainable(), unit.info.params
-            if len(params) == len(infos):
-                found |= {id(p): named[i.name] for p, i in zip(params, infos, strict=True)}
-            else:  # one flat parameter
-                mean = _mean([named[i.name] for i in infos], [math.prod(i.shape) for i in infos])
-                found |= {id(p): mean for p in params}
+            noises, params = _noises(unit, reducers), unit.trainable()
+            if len(params) != len(noises):  # one flat parameter
+                noises = [Noise(_mean(noises), params[0].numel())]
+            found |= {id(p): noise for p, noise in zip(params, noises, strict=True)}
         return found
-
-    def infos(self) -> dict[int, UnitParam]:
-        """What is known about the same parameters, except flat ones, by ``id(parameter)``."""
-        pairs = [(unit.trainable(), unit.info.params) for unit, _ in self._units]
-        pairs = [(params, infos) for params, infos in pairs if len(params) == len(infos)]
-        return {id(p): i for params, infos in pairs for p, i in zip(params, infos, strict=True)}
 
     def over_parallel(self, mean: float) -> float | Tensor:
         """A mean factor, over tensor-parallel ranks too; they measure different parts of what they
@@ -95,60 +106,43 @@ class NoiseFactors:
             found = Transport(group).gather_values(mine)[0].log().mean().exp()
         return found
 
-    def in_a_bit(self) -> set[int]:
-        """Parameters, by ``id(parameter)``, whose gradients have codes of 1 bit."""
-        found: set[int] = set()
-        for unit, reducers in self._units:
-            names = {
-                param.name
-                for reducer in reducers
-                for segment in reducer.plan.compressed
-                if segment.codec.nominal_bits == 1
-                for param in segment.params
-            }
-            # A flat parameter has many of them; codes of so few bits refuse it.
-            pairs = zip(unit.trainable(), unit.info.params, strict=False)
-            found |= {id(p) for p, info in pairs if info.name in names}
-        return found
-
     def mean(self) -> float:
         """Geometric mean over all elements with a factor other than 1; NaN without any."""
-        named = [(unit.info.params, _by_name(unit, reducers)) for unit, reducers in self._units]
-        pairs = [
-            (factors[info.name], math.prod(info.shape))
-            for infos, factors in named
-            for info in infos
-            if factors[info.name] != 1
-        ]
-        return _mean([f for f, _ in pairs], [n for _, n in pairs]) if pairs else math.nan
+        noises = [n for pair in self._units for n in _noises(*pair) if n.factor != 1]
+        return _mean(noises) if noises else math.nan
 
 
-def _by_name(unit: Unit, reducers: Sequence[UnitReducer]) -> dict[str, float]:
-    named = {info.name: 1.0 for info in unit.info.params}
+def _noises(unit: Unit, reducers: Sequence[UnitReducer]) -> list[Noise]:
+    """The noise of each parameter of the unit."""
+    factors = {info.name: 1.0 for info in unit.info.params}
+    in_a_bit: set[str] = set()
     for reducer in reducers:
         if reducer.gauge is not None:
             for segment, squares in zip(reducer.plan.compressed, reducer.gauge.agreed, strict=True):
-                factor = noise_factor(squares)
-                named |= {p.name: named[p.name] * factor for p in segment.params}
-    return named
+                factor, names = noise_factor(squares), [param.name for param in segment.params]
+                factors |= {name: factors[name] * factor for name in names}
+                in_a_bit.update(names if segment.codec.nominal_bits == 1 else ())
+    return [
+        Noise(factors[i.name], math.prod(i.shape), i.duplicate is not None, i.name in in_a_bit)
+        for i in unit.info.params
+    ]
 
 
 def _is_due(reducer: UnitReducer) -> bool:
     """Whether ranks exchange the reducer's measurements."""
-    gauge = reducer.gauge
-    if gauge is None:
+    if reducer.gauge is None:
         return False
-    return _stage(reducer.counters.compressed_steps) != _stage(int(gauge.agreed_at))
+    now, agreed = (
+        steps.bit_length() if steps < _EVERY else _EVERY.bit_length() + steps // _EVERY
+        for steps in (reducer.counters.compressed_steps, int(reducer.gauge.agreed_at))
+    )
+    return now != agreed
 
 
-def _stage(steps: int) -> int:
-    return steps.bit_length() if steps < _EVERY else _EVERY.bit_length() + steps // _EVERY
-
-
-def _mean(factors: Sequence[float], weights: Sequence[int]) -> float:
-    """Geometric mean, because factors multiply rates."""
-    total = sum(weights)
-    logs = sum(w * math.log(f) for f, w in zip(factors, weights, strict=True))
+def _mean(noises: Collection[Noise]) -> float:
+    """Geometric mean of the factors over elements, because factors multiply rates."""
+    total = sum(noise.numel for noise in noises)
+    logs = sum(noise.numel * math.log(noise.factor) for noise in noises)
     return math.exp(logs / total) if total else 1.0
 
 
@@ -182,9 +176,7 @@ class LearningRateScaling:
                     "relative_step=False)"
                 )
         _warn_of_few_bits(optimizer, noise)
-        # The user's groups, during a step; and the user's group of each part, the part, and its
-        # values before the step.
-        self._groups: list[dict[str, Any]] = []
+        # During a step: the user's group of each part, the part, and its values before the step.
         self._parts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
@@ -245,20 +237,16 @@ class LearningRateScaling:
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._cut()
-        if callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": self._outside(kwargs["closure"])}
-        elif len(args) > 1 and callable(args[1]):
-            args = (args[0], self._outside(args[1]), *args[2:])
-        return args, kwargs
+        return with_closure(self._outside, args, kwargs)
 
-    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """``closure``, which sees the user's groups; the rest of the step has its noise."""
 
-        def outside() -> Any:
+        def outside(*args: Any, **kwargs: Any) -> Any:
             self._restore()
-            result = closure()
+            result = closure(*args, **kwargs)
             self._cut()
             return result
 
@@ -272,13 +260,16 @@ class LearningRateScaling:
         if self._removed or not self._divides:
             return
         optimizer = self._optimizer
-        factors, infos = self._noise.by_parameter(), self._noise.infos()
-        groups, parts = list(optimizer.param_groups), []
-        self.factors = [_mean_of(group["params"], factors, infos) for group in groups]
-        for group in groups:
-            every, whole = group["params"], _is_whole(group)
-            for params in [every] if whole else _alike(every, factors, infos):
-                factor = _mean_of(params, factors, infos)
+        known = self._noise.by_parameter()
+        self.factors, parts = [], []
+        for group in optimizer.param_groups:
+            # What is not known is not compressed.
+            noises = [known.get(id(p)) or Noise(1.0, p.numel()) for p in group["params"]]
+            self.factors.append(_mean(noises))
+            pairs, whole = list(zip(group["params"], noises, strict=True)), _is_whole(group)
+            for alike in [pairs] if whole else _alike(pairs):
+                factor = _mean([noise for _, noise in alike])
+                params = [param for param, _ in alike]
                 if whole:  # also what all tensor-parallel ranks have, which must stay the same
                     factor = float(self._noise.over_parallel(factor))
                 part = {**group, "params": params, "lr": group["lr"] * factor}
@@ -286,7 +277,7 @@ class LearningRateScaling:
                     # Weights decay by rate times weight_decay, and this product must not change.
                     part["weight_decay"] = group["weight_decay"] / factor
                 parts.append((group, part, dict(part)))
-        self._groups, self._parts = groups, parts
+        self._parts = parts
         # In place: others may hold the list.
         optimizer.param_groups[:] = [part for _, part, _ in parts]
 
@@ -306,8 +297,9 @@ class LearningRateScaling:
                     changed.add(key)
             group.update(written)
         groups = self._optimizer.param_groups
-        groups[:] = [*self._groups, *groups[len(self._parts) :]]
-        self._groups, self._parts = [], []
+        users = {id(group): group for group, _, _ in self._parts}
+        groups[:] = [*users.values(), *groups[len(self._parts) :]]
+        self._parts = []
         if changed:
             raise ValueError(
                 f"{type(self._optimizer).__name__} changes {' and '.join(sorted(changed))} of its "
@@ -323,32 +315,15 @@ def _is_whole(group: dict[str, Any]) -> bool:
     return bool(tensors) or "weight_sum" in group or not group["params"]
 
 
-def _alike(
-    params: Sequence[nn.Parameter], factors: Mapping[int, float], infos: Mapping[int, UnitParam]
-) -> Iterable[list[nn.Parameter]]:
+def _alike(pairs: Sequence[Pair]) -> Iterable[list[Pair]]:
     """Parameters whose factors differ by less than a quarter of an octave, or are 1. What all
     tensor-parallel ranks have whole is apart from what they divide: only its factors are the same
     on all of them."""
-    found: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
-    for p in params:
-        factor, info = factors.get(id(p), 1.0), infos.get(id(p))
-        duplicated = factor != 1 and info is not None and info.duplicate is not None
-        octave = None if factor == 1 else round(4 * math.log2(factor))
-        found.setdefault((octave, duplicated), []).append(p)
+    found: dict[tuple[int, bool] | None, list[Pair]] = {}
+    for param, noise in pairs:
+        octave = round(4 * math.log2(noise.factor)), noise.duplicated
+        found.setdefault(None if noise.factor == 1 else octave, []).append((param, noise))
     return found.values()
-
-
-def _mean_of(
-    params: Sequence[nn.Parameter], factors: Mapping[int, float], infos: Mapping[int, UnitParam]
-) -> float:
-    return _mean([factors.get(id(p), 1.0) for p in params], [_whole(p, infos) for p in params])
-
-
-def _whole(p: nn.Parameter, infos: Mapping[int, UnitParam]) -> int:
-    """Elements of a whole parameter. With FSDP1's ``use_orig_params``, ``p`` is a shard, whose size
-    differs from rank to rank."""
-    info = infos.get(id(p))
-    return p.numel() if info is None else math.prod(info.shape)
 
 
 def _check_holds_none(optimizer: Optimizer) -> None:
@@ -366,18 +341,16 @@ def _check_holds_none(optimizer: Optimizer) -> None:
 def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
     """Muon and Lion turn gradients into steps of one size, and the noise of 1 bit with them."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
-    names = [name for name in names if name == "Lion" or _is_muon(name)]
+    names = [name for name in names if name == "Lion" or "muon" in name.lower()]
+    known = noise.by_parameter() if names else {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if names and (few := held & noise.in_a_bit()):
+    few = sum(known[p].in_a_bit for p in held & known.keys())
+    if few:
         warn(
-            f"{names[0]} holds {len(few)} parameters whose gradients are sent in 1 bit, "
+            f"{names[0]} holds {few} parameters whose gradients are sent in 1 bit, "
             "and loses a few percent with them: send these in 2 bits, as policy 'two-bit' does "
             "(docs/policies.md, Muon and Lion)"
         )
-
-
-def _is_muon(name: str) -> bool:
-    return "muon" in name.lower()
 
 
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
@@ -388,7 +361,7 @@ def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     if any(n in _DO_NOT for n in names):
         return False
     # Some have groups for Muon and groups for Adam.
-    if any(n in _DIVIDE or ("adam" in n.lower() and not _is_muon(n)) for n in names):
+    if any(n in _DIVIDE or ("adam" in n.lower() and "muon" not in n.lower()) for n in names):
         return True
     raise ValueError(
         f"tagc does not know whether {names[0]} divides by the RMS of a gradient, as Adam does: "
@@ -415,19 +388,16 @@ def clip_grad_norm(model: nn.Module, noise: NoiseFactors, max_norm: float) -> Te
             "model.clip_grad_norm_, at a limit for the policy's noise (norm_factor)"
         )
     noise.agree()
-    factors = noise.by_parameter()
     # Two norms for any number of segments, because each norm is a collective.
-    measured: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    params = [p for p in model.parameters() if p.grad is not None]
-    for p in params:
-        (measured if factors.get(id(p), 1.0) != 1.0 else others).append(p)
-    mean = _mean([factors[id(p)] for p in measured], [p.numel() for p in measured])
+    known, params = noise.by_parameter(), [p for p in model.parameters() if p.grad is not None]
+    measured = {id(p) for p in params if id(p) in known and known[id(p)].factor != 1}
+    mean = _mean([known[p] for p in measured])
     mean = noise.over_parallel(mean)
     squares = []
-    for factor, some in ((mean, measured), (1.0, others)):
+    for factor, noisy in ((mean, True), (1.0, False)):
+        some = [p.grad for p in params if p.grad is not None and (id(p) in measured) == noisy]
         if some:
-            norm = nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
+            norm = nn.utils.get_total_norm(some)
             full = getattr(norm, "full_tensor", None)
             squares.append(((norm if full is None else full()) / factor) ** 2)
     total = (

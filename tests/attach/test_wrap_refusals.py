@@ -32,7 +32,7 @@ from support.fsdp1_net import sharded as by_fsdp1
 from support.gathering import INT8, gathering
 from support.small_net import EVERYTHING, loss_of, net, sharded
 from support.states import POLICIES, wrapped
-from tagc.attach import replicate as attachment
+from tagc.attach import fsdp2
 
 BITS = POLICIES["quantized residual"]
 REPLICAS = BITS | {"replicas": BITS["gradients"]}
@@ -194,7 +194,7 @@ def test_what_depends_on_more_than_the_model(rank: int, world_size: int) -> None
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
         tagc.wrap(model, "dense")
     tagc.wrap(model, "dense")
-    with patch.object(attachment, "all_reduces_by_class", lambda: False):
+    with patch.object(fsdp2, "all_reduces_by_class", lambda: False):
         _, text = fails(lambda: tagc.wrap(replicated(), "hybrid"))
     assert "cannot replace the all-reduce of this version of torch; use Distributed" in text
 
