@@ -14,7 +14,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
-from tagc.selfcheck.calls import Call, renamed
+from tagc.selfcheck.calls import Call
 from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Maker, small_encoder
 
 
@@ -306,6 +306,10 @@ def _dequantize_and_sum(m: Maker) -> Case:
     return replace(case, scratch=("out",))
 
 
+# What a merged operator calls the arguments of its second part.
+_RENAMED = {"message": "whole", "out": "rows"}
+
+
 def _merged(m: Maker, codes: str, pieces: str) -> Case:
     """The tensors of two operators' cases. The second one's messages and rows contain the first
     one's in training; here they are beside them."""
@@ -321,7 +325,7 @@ def _merged(m: Maker, codes: str, pieces: str) -> Case:
         m.inputs = replace(m.inputs, destinations=len(message))
     second = _MAKERS[pieces](m.part(pieces, m.call.option("dense")))
     given = {name: None for name, _ in m.call.dtypes} | first.tensors
-    given |= renamed(second.tensors.items())
+    given |= {_RENAMED.get(name, name): x for name, x in second.tensors.items()}
     return m.case(given, dense=second.call.option("layout"))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.calls import encoder_calls
 from support.trials import BF16, F16, F32, Case, Trial, case_of, case_with, sketch_layout
 from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
@@ -20,7 +21,6 @@ from tagc.ops.matrix import SPAN, MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import SIDE, STATES, THRESHOLD
-from tagc.selfcheck.calls import encoder_calls
 from tagc.selfcheck.inputs import Inputs
 
 I32, REFERENCE = torch.int32, get_ops("cpu", "reference")
