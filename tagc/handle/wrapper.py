@@ -48,7 +48,7 @@ from tagc.handle.collectives import (
     with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.plan import Plan, UnitInfo, build_plan, format_bytes, times_less, total
+from tagc.plan import Choose, Plan, UnitInfo, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
@@ -282,7 +282,7 @@ def _plan(
     policy: Policy,
     replica_group: dist.ProcessGroup | None,
     levels: Levels,
-    choose: FastestChoice | None,
+    choose: Choose | None,
 ) -> Plan:
     plan = build_plan(
         [levels.info(unit) for unit in units],
@@ -328,14 +328,10 @@ def _chooser(
 ) -> FastestChoice | None:
     if not is_automatic(policy):
         return None
-    gathers = [unit.gather_info.dtype for unit in units if unit.gather_info is not None]
     return measured_choice(
         [(unit.group, unit.device) for unit in units],
         ops,
-        policy,
-        dtype=units[0].info.dtype,
-        parameter_dtype=gathers[0] if gathers else torch.float32,
+        lambda choose: _plan(units, policy, replica_group, levels, choose),
         replicas=replica_group,
         hosts=[levels.groups(unit) for unit in units],
-        peers=[unit.info.world_size // levels.info(unit).ranks_per_host for unit in units],
     )
