@@ -119,7 +119,7 @@ def test_plot_of_advice(tmp_path, capsys, monkeypatch):
     assert main([*ADVISE, *forms, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*ADVISE, "--plot", str(tmp_path / "step.nothing")]) == 2
-    assert "step.nothing: its suffix is none of" in capsys.readouterr().err
+    assert "step.nothing: Format 'nothing' is not supported" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*ADVISE, "--plot", str(file)]) == 2
     assert "pip install 'tagc[demo]'" in capsys.readouterr().err

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.explain import plan_shapes
-from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Workload
+from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic_and_codecs
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import (
     CodecTime,
@@ -73,7 +73,8 @@ class Question:
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    work: Workload
+    traffic: Mapping[tuple[Direction, int], Traffic]  # of a step, by number of ranks
+    codec: float  # seconds of a step
     memory: int  # bytes that a rank needs, without activations
     dense: bool = False
     waste: float = 1.0  # `reduce_scatter` of its link
@@ -133,11 +134,17 @@ class Advisor:
     def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
         """The predicted step, on the question's link or with another bandwidth between hosts."""
         q = self.question
-        links: dict[Direction, Link] = {
-            direction: _link(q, direction, candidate.waste, bandwidth)
-            for direction, _ in candidate.work.traffic
-        }
-        return candidate.work.cost(links, compute=q.compute or 0.0, overlap=q.overlap)
+        parts = [
+            (_link(q, direction, candidate.waste, bandwidth), sent, W)
+            for (direction, W), sent in candidate.traffic.items()
+        ]
+        return StepCost(
+            compute=q.compute or 0.0,
+            codec=candidate.codec,
+            link=sum(link.seconds(sent, W) for link, sent, W in parts),
+            overlap=q.overlap,
+            wire_bytes=sum(link.carried(sent, W) for link, sent, W in parts),
+        )
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits in the device's memory; True if that is unknown."""
@@ -214,7 +221,7 @@ def _candidate(
         gloo=q.gloo,
         learning_rate=q.learning_rate,
     )
-    work = Workload.of(plan, time, q.micro_batches)
+    work = traffic_and_codecs(plan, time, q.micro_batches)
     memory = plan.memory.peak
     if q.ddp:  # the state of all parameters, and the gradients once more, in DDP's buckets
         trained = sum(param.numel for param in q.shapes.params if param.trainable)
@@ -225,9 +232,9 @@ def _candidate(
     if not dense and q.micro_batches > 1:
         memory += plan.memory.waiting
     if dense:
-        return Candidate(policy.name, work, memory, dense=True)
+        return Candidate(policy.name, *work, memory, dense=True)
     rate = None if policy.tuning is None else policy.tuning.rate_factor
-    return Candidate(policy.name, work, memory, waste=q.waste, chosen=chosen, rate=rate)
+    return Candidate(policy.name, *work, memory, waste=q.waste, chosen=chosen, rate=rate)
 
 
 def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:

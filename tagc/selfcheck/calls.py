@@ -16,12 +16,8 @@ from tagc.ops import Ops, get_ops
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.sketch import SketchLayout
 
-OPERATORS = (
-    "quantize", "dequantize", "quantize_matrix", "dequantize_matrix",
-    "measure_exact", "encode_exact", "decode_exact", "pack_exponents", "unpack_exponents",
-    "encode", "select", "decode", "insert", "peel", "undo_lag", "steer", "fingerprint",
-    "put_dense", "sum_dense", "quantize_and_put", "dequantize_and_sum",
-)  # fmt: skip
+_NO_OPERATORS = ("prepare", "release")
+OPERATORS = tuple(name for name in dir(Ops) if name[0] != "_" and name not in _NO_OPERATORS)
 # Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8
 
@@ -43,17 +39,9 @@ class Call:
         options = ((name, a) for name, a in arguments.items() if name not in tensors)
         return cls(operator, rows, tuple(tensors.items()), tuple(options), rest)
 
-    def dtype(self, argument: str) -> torch.dtype:
-        found = dict(self.dtypes)[argument]
-        assert found is not None
-        return found
-
-    def given(self, argument: str) -> torch.dtype | None:
-        """Dtype of a tensor; None if it was not given."""
-        return dict(self.dtypes)[argument]
-
-    def option(self, name: str) -> Any:
-        return dict(self.options)[name]
+    def __getitem__(self, argument: str) -> Any:
+        """The dtype of a tensor, or None if it was not given; or an option."""
+        return dict((*self.dtypes, *self.options))[argument]
 
     def __str__(self) -> str:
         tensors = (

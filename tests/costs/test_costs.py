@@ -16,7 +16,6 @@ from tagc.costs import (
     Speed,
     StepCost,
     Traffic,
-    Workload,
     auto,
     codec_seconds,
     measure_speeds,
@@ -226,11 +225,14 @@ def test_the_step(overlap: float, compute: float, expected: float) -> None:
 
 
 def test_each_direction_has_a_link() -> None:
-    built = build_plan([info()], Policy.load("dense"), gathers=[info()], replicas=[info(2)])
     slow, fast = Link(bandwidth=1e3), Link(bandwidth=1e15)
-    work = Workload.of(built, no_time)
-    cost = work.cost({"gradients": fast, "parameters": fast, "replicas": slow})
-    assert cost.link == pytest.approx(DENSE_BYTES / 1e3, rel=1e-6)
+    shapes = synthetic(10**6)
+    advisor = Advisor(
+        Question(shapes=shapes, world_size=8, replicas=2, link=slow, shard_link=fast), []
+    )
+    cost = advisor.cost(advisor.candidates[0])
+    # Two replicas exchange their shards, a quarter of the model.
+    assert cost.link == pytest.approx(4 * shapes.numel / 4 / 1e3, rel=1e-2)
     (native,) = build_plan([info()], Policy.load("dense"), gathers=[info(per_step=2)]).native
     assert traffic(native) == Traffic(collectives=2, gathered=2 * 3 * DENSE_BYTES)
 
