@@ -12,10 +12,12 @@ import tagc
 from support.policy_files import BASE
 from tagc.commands.cli import _parser, main
 from tagc.costs.shapes import synthetic
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
 from tagc.policy import policies
-from tagc.selfcheck import every_call
+from tagc.selfcheck import sketch_calls
 
-PEEL = next(call for call in every_call() if call.operator == "peel")
+*_, PEEL = sketch_calls(plan_layout(1000, SYMBOLS["int8x4"], 20))
 
 
 def test_validate_good(tmp_path, capsys):
@@ -49,7 +51,7 @@ def test_doctor_says_what_is_wrong(capsys, monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tagc.ops.cpu.peel", fails)
-    monkeypatch.setattr("tagc.selfcheck.checking.every_call", lambda: [PEEL])
+    monkeypatch.setattr("tagc.commands.commands._calls", lambda device: [PEEL])
     monkeypatch.setenv("TAGC_OPS", "cpu")
     assert main(["doctor", "--no-timing"]) == 1
     out = capsys.readouterr().out
@@ -117,7 +119,7 @@ def test_plot_of_advice(tmp_path, capsys, monkeypatch):
     assert main([*ADVISE, *forms, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*ADVISE, "--plot", str(tmp_path / "step.nothing")]) == 2
-    assert "step.nothing: its suffix is none of" in capsys.readouterr().err
+    assert "step.nothing: Format 'nothing' is not supported" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*ADVISE, "--plot", str(file)]) == 2
     assert "pip install 'tagc[demo]'" in capsys.readouterr().err

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from tagc.basics.plots import pyplot
 from tagc.codecs.exact import ExactConfig
-from tagc.costs.advise import advice_data, draw, pyplot_for, report, site_costs, site_report
+from tagc.costs.advise import advice_data, draw, report, site_costs, site_report
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
 from tagc.costs.dimensions import (
@@ -144,7 +145,7 @@ def advise(args: argparse.Namespace) -> int:
             "step_time overlap device dtype device_memory plot learning_rate",
         ),
     )
-    plots = None if args.plot is None else pyplot_for(args.plot)
+    plots = None if args.plot is None else pyplot()
     if of_sites:
         args.world = args.sites if args.world is None else args.world
         if args.world % args.sites:

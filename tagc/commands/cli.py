@@ -118,14 +118,10 @@ def _add_explain(commands: Any) -> None:
     command.add("model", metavar="MODEL", help=_MODEL)
     command.add("--params", help=argparse.SUPPRESS)  # advise's option: an error shows what to write
     command.add("--policy", default="hybrid", help="a built-in name or a YAML file")
-    _add_ranks(command)
+    _add_shared(command)
     command.add("--bandwidth", type=bandwidth, help="link bandwidth for codec auto, such as 10Gbit")
     command.add("--latency", type=seconds, default=0.0, help="link latency for codec auto")
-    _add_mesh(command)
     command.add("--sites", type=ranks, default=1, help="with a policy for sites: their number")
-    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
-    _add_learning_rate(command)
-    _add_json(command)
 
 
 def _add_advise(commands: Any) -> None:
@@ -143,8 +139,7 @@ def _add_advise(commands: Any) -> None:
     what = command.parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", help="parameters of a synthetic transformer, such as 7e9")
     what.add_argument("--model", help=_MODEL)
-    _add_ranks(command)
-    _add_mesh(command)
+    _add_shared(command)
     command.add(
         "--sites",
         type=ranks,
@@ -192,8 +187,6 @@ def _add_advise(commands: Any) -> None:
         type=memory,
         help="memory of a rank without activations, such as 80GB; marks policies that do not fit",
     )
-    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
-    _add_learning_rate(command)
     command.add(
         "--policy",
         nargs="+",
@@ -206,32 +199,14 @@ def _add_advise(commands: Any) -> None:
         metavar="FILE",
         help="plot step time against bandwidth (needs tagc[demo]); PNG, SVG or PDF",
     )
-    _add_json(command)
-
-
-def _add_learning_rate(command: _Command) -> None:
-    command.add(
-        "--learning-rate",
-        type=number,
-        help="AdamW's, such as 3e-4, on which the bytes of codec exact depend",
-    )
-
-
-def _add_mesh(command: _Command) -> None:
-    command.add(
-        "--mesh",
-        help="ranks by dimension instead of --world, such as pp=2,dp=4,tp=8; neighbours differ in "
-        "the last one",
-    )
-    command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
-    command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
 
 
 def _add_json(command: _Command) -> None:
     command.add("--json", action="store_true", help="print JSON, in bytes and seconds")
 
 
-def _add_ranks(command: _Command) -> None:
+def _add_shared(command: _Command) -> None:
+    """What explain and advise both know."""
     command.add("--world", type=ranks, help="total number of ranks; required without --mesh")
     command.add("--replicas", type=ranks, default=1, help="replicas of the sharded model")
     command.add(
@@ -246,6 +221,20 @@ def _add_ranks(command: _Command) -> None:
         choices=_DTYPES,
         help="dtype of the parameters that FSDP gathers (default: bf16)",
     )
+    command.add(
+        "--mesh",
+        help="ranks by dimension instead of --world, such as pp=2,dp=4,tp=8; neighbours differ in "
+        "the last one",
+    )
+    command.add("--tokens", type=count, help="tokens of a data-parallel rank in a step, for --mesh")
+    command.add("--experts-per-token", type=ranks, default=1, help="with a dimension ep")
+    command.add("--micro-batches", type=ranks, default=1, help="backwards per optimizer step")
+    command.add(
+        "--learning-rate",
+        type=number,
+        help="AdamW's, such as 3e-4, on which the bytes of codec exact depend",
+    )
+    _add_json(command)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 
 import torch
 
 from tagc.basics.plots import PlotsUnavailableError
+from tagc.collect import rehearse
 from tagc.commands.advice import advise, explain, print_json
-from tagc.costs.shapes import ModelError
-from tagc.policy import Policy, PolicyError, json_schema, show
+from tagc.costs.auto import is_automatic
+from tagc.costs.explain import plan_shapes
+from tagc.costs.shapes import ModelError, synthetic
+from tagc.ops.exponents import ExponentLayout
+from tagc.ops.sketch import plan_layout
+from tagc.ops.symbols import SYMBOLS
+from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
 from tagc.policy import policies as listed_policies
-from tagc.selfcheck import examine
+from tagc.selfcheck import Call, Recorder, examine, sketch_calls
+from tagc.selfcheck.calls import exponent_calls, idle
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,11 +91,25 @@ def _doctor(args: argparse.Namespace) -> int:
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    wrong = not examine(device)
+    wrong = not examine(device, _calls(device))
     if not args.no_timing:
         wrong |= bool(_benchmarks(["kernels", "--quick", "--device", kind]))
     print("If anything here is wrong, paste all of this into your report.")
     return int(wrong)
+
+
+def _calls(device: torch.device) -> list[Call]:
+    """The kinds of calls of the operators that the built-in policies make, and of what is used
+    beside them."""
+    recorder, shapes = Recorder(idle()), synthetic(10**9)
+    for policy in map(Policy.load, data_parallel_policies()):
+        for dtype in (torch.float32, torch.bfloat16) if not is_automatic(policy) else ():
+            plan = plan_shapes(
+                shapes, policy, world_size=8, dtype=dtype, parameter_dtype=torch.bfloat16
+            )
+            rehearse(plan, recorder.ops, stamped=device.type != "cpu")
+    others = (sketch_calls(plan_layout(1 << 20, symbol, 1 << 10)) for symbol in SYMBOLS.values())
+    return [*recorder.calls, *itertools.chain(*others), *exponent_calls(ExponentLayout(numel=8192))]
 
 
 def _benchmarks(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from tagc.costs.auto import is_automatic, measured_choice
 from tagc.costs.explain import explain
-from tagc.costs.link import Link, StepCost, Traffic, Workload, traffic, unit_seconds
+from tagc.costs.link import Link, StepCost, Traffic, traffic, unit_seconds
 from tagc.costs.speed import (
     Speed,
     codec_seconds,

@@ -7,10 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tagc.basics.plots import pyplot
 from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import STATE_BYTES, Advisor, Candidate, Question, dtype_name
 from tagc.costs.explain import plan_sites
@@ -239,17 +237,6 @@ def _asked(q: Question) -> list[str]:
     return lines
 
 
-def pyplot_for(file: str) -> Any:
-    """``matplotlib.pyplot``; raises before any slow step if it cannot draw to the file."""
-    found = pyplot()
-    figure = found.figure()
-    known = figure.canvas.get_supported_filetypes()
-    found.close(figure)
-    if Path(file).suffix.removeprefix(".").lower() not in known:
-        raise ModelError(f"cannot draw to {file}: its suffix is none of {', '.join(sorted(known))}")
-    return found
-
-
 def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     """Draw the predicted step against the bandwidth between hosts, for every candidate that fits
     and whose plan does not depend on the link."""
@@ -273,7 +260,7 @@ def draw(advisor: Advisor, pyplot: Any, file: str) -> None:
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no such folder, or a suffix that it does not know
         raise ModelError(f"cannot draw to {file}: {error}") from None
     finally:
         pyplot.close(figure)

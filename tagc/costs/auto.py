@@ -9,20 +9,19 @@ group with both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
-from tagc.codecs.dense import DenseConfig
-from tagc.codecs.feedback import FeedbackRule, plan_feedback
+from tagc.codecs import CodecPlan
 from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
 from tagc.costs.speed import CodecTime, Speed, fastest, measure_speeds, measured_time, no_time
 from tagc.ops import get_ops
-from tagc.plan import AUTO_BITS, CONFIGS_INSIDE, Choice, UnitPlan, resolve_auto
-from tagc.policy import Policy, Rule
+from tagc.plan import Choice, Choose, UnitPlan
+from tagc.policy import Policy
 from tagc.policy.rules import AutoConfig
 
 # An option must take at most this share of a less compressed one's predicted seconds. Codecs are
@@ -72,28 +71,39 @@ class FastestChoice:
         return Choice(index=index, why=f"{labels[index]}, out of {', '.join(among)}")
 
 
+@dataclass
+class _Options:
+    """Notes the codecs of all options, with the dtypes of what they code, and chooses none."""
+
+    codecs: list[tuple[CodecPlan, torch.dtype]] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
+        for unit in options:
+            segments = (s for messages in unit.flights.values() for s in messages.segments)
+            self.codecs += [(s.codec, unit.info.dtype) for s in segments if s.columns]
+        return Choice(index=0, why="")
+
+
 def measured_choice(
     links: Sequence[tuple[dist.ProcessGroup, torch.device]],
     ops: str | None,
-    policy: Policy,
+    plan: Callable[[Choose], object],
     *,
-    dtype: torch.dtype = torch.float32,
-    parameter_dtype: torch.dtype = torch.float32,
     replicas: dist.ProcessGroup | None = None,
     hosts: Sequence[HostGroups | None] = (),
-    peers: Sequence[int] = (),
 ) -> FastestChoice:
     """Measure links and codecs, together with all other ranks, in about a second.
 
     Args:
         links: group and device of every unit, in the plan's order.
+        plan: makes the plan by a choice. The codecs of all its options are measured.
         replicas: the group of the all-reduce across replicas.
         hosts: the host groups of every unit; None for a unit whose ranks do not add up inside hosts
             first. By default no ranks do.
-        peers: numbers of ranks that exchange messages, in addition to the sizes of the groups.
 
     Raises:
-        RuntimeError: if timing failed on another rank.
+        RuntimeError: if planning or timing failed on another rank.
     """
     device = links[0][1]
     everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
@@ -103,22 +113,16 @@ def measured_choice(
     between = [group for levels in shared for group in (levels.across, levels.inside)]
 
     def time_codecs() -> tuple[dict[str, Speed], str]:
-        implementation = get_ops(device, ops)
-        speeds: dict[str, Speed] = {}
-        # Symbols depend on the number of ranks.
-        for W in {*peers, *(group.size() for group in (*groups, *between))}:
-            sent = codecs_of(policy, dtype, W, parameters=False)
-            gathered = codecs_of(policy, parameter_dtype, W, parameters=True)
-            speeds |= measure_speeds(sent, implementation, device, dtype)
-            speeds |= measure_speeds(gathered, implementation, device, parameter_dtype)
-        return speeds, ""
+        options = _Options()
+        plan(options)
+        return measure_speeds(options.codecs, get_ops(device, ops), device), ""
 
     # An error on one rank is raised on all. Speeds may differ between ranks.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
     measured = [measure_link(group, device) for group in (*groups, *between)]
-    slowest = gather_merged(groups, dict(enumerate(measured)), _slower_link)
+    slowest = gather_merged(groups, dict(enumerate(measured)), _slower)
     by_group = {id(group): slowest[i] for i, group in enumerate((*groups, *between))}
-    speeds = gather_merged(groups, speeds, _slower_speed)
+    speeds = gather_merged(groups, speeds, _slower)
 
     def link_of(position: int, option: UnitPlan) -> Link:
         if option.direction == "replicas" and replicas is not None:
@@ -187,55 +191,15 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     )
 
 
-def _slower_link(a: Link, b: Link) -> Link:
-    return Link(
-        bandwidth=min(a.bandwidth, b.bandwidth),
-        latency=max(a.latency, b.latency),
-        reduce_scatter=max(a.reduce_scatter, b.reduce_scatter),
-        all_gather=max(a.all_gather, b.all_gather),
-    )
+T = TypeVar("T", Link, Speed)
 
 
-def _slower_speed(a: Speed, b: Speed) -> Speed:
-    return Speed(encode=max(a.encode, b.encode), decode=max(a.decode, b.decode))
-
-
-# Enough columns that any shared support has room, and so few that none has.
-_COLUMNS = (1 << 24, 32)
-
-
-def codecs_of(
-    policy: Policy, dtype: torch.dtype, world_size: int, *, parameters: bool
-) -> list[CodecPlan]:
-    """Codecs to time: all that the rules may become for this dtype, dense, and the codec inside
-    hosts."""
-    rules = policy.parameters if parameters else (*policy.gradients, *policy.replicas)
-    pairs: list[tuple[CodecConfig, FeedbackRule | None]] = [(DenseConfig(), None)]
-    if policy.inside != "native" and not parameters:
-        pairs.append((CONFIGS_INSIDE[policy.inside], None))
-    for rule in rules:
-        feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
-        codecs: list[CodecConfig] = [rule.codec]
-        if isinstance(rule.codec, AutoConfig):
-            # Include the options that store a copy.
-            owes = feedback is not None
-            codecs = [resolve_auto(rule.codec, b, copy_bytes=0, owes=owes) for b in AUTO_BITS]
-        pairs += [(config, feedback) for config in codecs]
-    found = []
-    for config, feedback in pairs:
-        for columns in _COLUMNS:
-            request = PlanRequest(
-                columns=columns,
-                world_size=world_size,
-                dtype=dtype,
-                feedback=feedback,
-                matrices=[[(columns // 32, 32)]],
-            )
-            try:
-                found.append(plan_codec(config, request))
-            except ValueError:  # not for this dtype: a plan says so
-                break
-    return found
+def _slower(a: T, b: T) -> T:
+    """The larger of each number, and the smaller bandwidth."""
+    slower = {f.name: max(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)}
+    if isinstance(a, Link) and isinstance(b, Link):
+        slower["bandwidth"] = min(a.bandwidth, b.bandwidth)
+    return replace(a, **slower)
 
 
 def _milliseconds(seconds: float) -> str:

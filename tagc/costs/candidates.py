@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tagc.costs.auto import FastestChoice, codecs_of, is_automatic
+from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.explain import plan_shapes
-from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Workload
+from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic_and_codecs
 from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import (
     CodecTime,
+    Coding,
     Speed,
     measure_speeds,
     measured_time,
@@ -22,7 +23,7 @@ from tagc.costs.speed import (
     speed_key,
 )
 from tagc.ops import get_ops
-from tagc.plan import Direction, UnitInfo
+from tagc.plan import Direction, Segment, UnitInfo
 from tagc.policy import Policy, PolicyError
 
 OF_PARAMETERS = "not compared: rules for parameters do nothing with DDP, where no parameters travel"
@@ -72,7 +73,8 @@ class Question:
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    work: Workload
+    traffic: Mapping[tuple[Direction, int], Traffic]  # of a step, by number of ranks
+    codec: float  # seconds of a step
     memory: int  # bytes that a rank needs, without activations
     dense: bool = False
     waste: float = 1.0  # `reduce_scatter` of its link
@@ -109,7 +111,7 @@ class Advisor:
         # Only a link inside a host with a given bandwidth can be slow.
         slow = q.levels > 1 and q.link.inside < math.inf
         fewer = {p.name: p.with_inside("int8") for p in policies if slow and p.inside == "native"}
-        self.about_codecs, self.proviso, time = _codec_time(q, [*policies, *fewer.values()])
+        self.about_codecs, self.proviso, time = _codec_time(q)
         for policy in policies:
             try:
                 self.candidates.append(_candidate(q, policy, time))
@@ -132,11 +134,17 @@ class Advisor:
     def cost(self, candidate: Candidate, bandwidth: float | None = None) -> StepCost:
         """The predicted step, on the question's link or with another bandwidth between hosts."""
         q = self.question
-        links: dict[Direction, Link] = {
-            direction: _link(q, direction, candidate.waste, bandwidth)
-            for direction, _ in candidate.work.traffic
-        }
-        return candidate.work.cost(links, compute=q.compute or 0.0, overlap=q.overlap)
+        parts = [
+            (_link(q, direction, candidate.waste, bandwidth), sent, W)
+            for (direction, W), sent in candidate.traffic.items()
+        ]
+        return StepCost(
+            compute=q.compute or 0.0,
+            codec=candidate.codec,
+            link=sum(link.seconds(sent, W) for link, sent, W in parts),
+            overlap=q.overlap,
+            wire_bytes=sum(link.carried(sent, W) for link, sent, W in parts),
+        )
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits in the device's memory; True if that is unknown."""
@@ -213,7 +221,7 @@ def _candidate(
         gloo=q.gloo,
         learning_rate=q.learning_rate,
     )
-    work = Workload.of(plan, time, q.micro_batches)
+    work = traffic_and_codecs(plan, time, q.micro_batches)
     memory = plan.memory.peak
     if q.ddp:  # the state of all parameters, and the gradients once more, in DDP's buckets
         trained = sum(param.numel for param in q.shapes.params if param.trainable)
@@ -224,9 +232,9 @@ def _candidate(
     if not dense and q.micro_batches > 1:
         memory += plan.memory.waiting
     if dense:
-        return Candidate(policy.name, work, memory, dense=True)
+        return Candidate(policy.name, *work, memory, dense=True)
     rate = None if policy.tuning is None else policy.tuning.rate_factor
-    return Candidate(policy.name, work, memory, waste=q.waste, chosen=chosen, rate=rate)
+    return Candidate(policy.name, *work, memory, waste=q.waste, chosen=chosen, rate=rate)
 
 
 def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:
@@ -246,7 +254,7 @@ def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) ->
     return STATE_BYTES * sum(columns) + root + sum(blocks[-2:]) + max(gradients, default=0)
 
 
-def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, CodecTime]:
+def _codec_time(q: Question) -> tuple[str, str, CodecTime]:
     """About the codec time, a proviso for limits, and the time."""
     if q.memory_bandwidth is not None:
         return (
@@ -265,18 +273,19 @@ def _codec_time(q: Question, policies: Sequence[Policy]) -> tuple[str, str, Code
     name = getattr(ops, "__name__", "")
     about = f"codec time: measured here, in one process with one thread (ops {name})"
     speeds: dict[str, Speed] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for dtype, parameters in ((q.dtype, False), (q.parameter_dtype, True)):
-            for world_size in {q.sharded, q.sharded // q.levels, q.replicas}:
-                for policy in policies:
-                    codecs = codecs_of(policy, dtype, world_size, parameters=parameters)
-                    new = [c for c in codecs if speed_key(c) not in speeds]
-                    speeds |= measure_speeds(new, ops, device, dtype)
-    finally:
-        torch.set_num_threads(threads)
-    return about, "", measured_time(speeds)
+    known = measured_time(speeds)
+
+    def measured(coding: Coding, segment: Segment) -> float:
+        if speed_key(segment.codec) not in speeds:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                speeds.update(measure_speeds([(segment.codec, coding.dtype)], ops, device))
+            finally:
+                torch.set_num_threads(threads)
+        return known(coding, segment)
+
+    return about, "", measured
 
 
 def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:

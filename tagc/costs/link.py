@@ -10,7 +10,6 @@ the memory that compute uses. The step is one long after warm-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from tagc.costs.speed import CodecTime, codec_seconds
@@ -126,34 +125,15 @@ class StepCost:
         return self.compute + self.codec + self.link - self.hidden
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Work of a rank in a step, independent of the link: the traffic of all units by direction and
-    number of ranks, and seconds in codecs."""
-
-    traffic: Mapping[tuple[Direction, int], Traffic]
-    codec: float
-
-    @classmethod
-    def of(cls, plan: Plan, time: CodecTime, micro_batches: int = 1) -> Workload:
-        """Add up the units of a plan; FSDP itself sends some, among all ranks at once."""
-        native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
-        units = (*plan.all_units, *native)
-        sums: dict[tuple[Direction, int], Traffic] = {}
-        for unit in units:
-            key = (unit.direction, unit.info.world_size)
-            sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
-        return cls(sums, sum(codec_seconds(unit, time, micro_batches) for unit in units))
-
-    def cost(
-        self, links: Mapping[Direction, Link], compute: float = 0.0, overlap: float = 0.0
-    ) -> StepCost:
-        """Predict a step. ``overlap`` is 0 for gloo on CPUs: ranks wait for every collective."""
-        parts = [(links[direction], sent, W) for (direction, W), sent in self.traffic.items()]
-        return StepCost(
-            compute=compute,
-            codec=self.codec,
-            link=sum(link.seconds(sent, W) for link, sent, W in parts),
-            overlap=overlap,
-            wire_bytes=sum(link.carried(sent, W) for link, sent, W in parts),
-        )
+def traffic_and_codecs(
+    plan: Plan, time: CodecTime, micro_batches: int = 1
+) -> tuple[dict[tuple[Direction, int], Traffic], float]:
+    """What a rank sends in a step by direction and number of ranks, and its seconds in codecs."""
+    # FSDP itself sends some units, among all ranks at once.
+    native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
+    units = (*plan.all_units, *native)
+    sums: dict[tuple[Direction, int], Traffic] = {}
+    for unit in units:
+        key = (unit.direction, unit.info.world_size)
+        sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
+    return sums, sum(codec_seconds(unit, time, micro_batches) for unit in units)

@@ -123,17 +123,16 @@ def no_time(coding: Coding, segment: Segment) -> float:
 
 
 def measure_speeds(
-    codecs: Iterable[CodecPlan],
+    codecs: Iterable[tuple[CodecPlan, torch.dtype]],
     ops: Ops,
     device: torch.device,
-    dtype: torch.dtype,
     *,
     repeats: int = _REPEATS,
 ) -> dict[str, Speed]:
-    """Measure every codec on gradients (or parameters) of ``dtype``, by :func:`speed_key`."""
+    """Measure every codec on gradients (or parameters) of a dtype, by :func:`speed_key`."""
     speeds: dict[str, Speed] = {}
     numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
-    for codec in codecs:
+    for codec, dtype in codecs:
         key = speed_key(codec)
         if key not in speeds:
             sample = _Sample(codec, numel // _RANKS, ops, device, dtype)

@@ -48,7 +48,7 @@ from tagc.handle.collectives import (
     with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.plan import Plan, build_plan, format_bytes, times_less, total
+from tagc.plan import Choose, Plan, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
@@ -137,7 +137,7 @@ def wrap(
     made_with = "reference" if disabled else ops
     alone = all(u.info.world_size == 1 for u in units) and replica_group is None
 
-    def make() -> tuple[tuple[Plan, Collectives], str]:
+    def planned(choose: Choose | None) -> Plan:
         plan = build_plan(
             [levels.info(unit) for unit in units],
             loaded,
@@ -146,7 +146,10 @@ def wrap(
             choose=choose,
             gloo=on_gloo(units),
         )
-        plan = replace(plan, notes=(*plan.notes, *levels.notes))
+        return replace(plan, notes=(*plan.notes, *levels.notes))
+
+    def make() -> tuple[tuple[Plan, Collectives], str]:
+        plan = planned(choose)
         if not disabled and not alone:
             plan = with_kernels(units, plan, ops)
         made = make_collectives(units, plan, levels, made_with, replica_group)
@@ -156,7 +159,15 @@ def wrap(
         rules = (*loaded.gradients, *loaded.parameters)
         if not disabled and (any(rule.codec.compresses for rule in rules) or on_gloo(units)):
             levels.open()
-        choose = _chooser(units, loaded, ops, replica_group, levels)
+        choose = None
+        if is_automatic(loaded):
+            choose = measured_choice(
+                [(unit.group, unit.device) for unit in units],
+                ops,
+                planned,
+                replicas=replica_group,
+                hosts=[levels.groups(unit) for unit in units],
+            )
         # Where plans differ, the names of a unit's parameters say why.
         steps: dict[str, Callable[[], tuple[Any, str]]] = {
             f"unit {i}": lambda info=unit.info: (
@@ -306,25 +317,3 @@ def _summary(plan: Plan, choose: FastestChoice | None) -> str:
     if tuning is not None and tuning.asks:
         text += f"; {tuning.advice}"
     return f"{text}; details: tagc.compressor(model).plan()"
-
-
-def _chooser(
-    units: Sequence[Unit],
-    policy: Policy,
-    ops: str | None,
-    replica_group: dist.ProcessGroup | None,
-    levels: Levels,
-) -> FastestChoice | None:
-    if not is_automatic(policy):
-        return None
-    gathers = [unit.gather_info.dtype for unit in units if unit.gather_info is not None]
-    return measured_choice(
-        [(unit.group, unit.device) for unit in units],
-        ops,
-        policy,
-        dtype=units[0].info.dtype,
-        parameter_dtype=gathers[0] if gathers else torch.float32,
-        replicas=replica_group,
-        hosts=[levels.groups(unit) for unit in units],
-        peers=[unit.info.world_size // levels.info(unit).ranks_per_host for unit in units],
-    )

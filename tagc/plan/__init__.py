@@ -1,6 +1,6 @@
 """Plans: how each column of every unit is sent, and what that costs, known before any step."""
 
-from tagc.plan.build import AUTO_BITS, CONFIGS_INSIDE, Choice, Choose, build_plan, resolve_auto
+from tagc.plan.build import Choice, Choose, build_plan
 from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.plan import Plan, times_less, total
 from tagc.plan.programs import Memory, buffers_of, bytes_in_step, bytes_inside, sends_in_step

@@ -14,7 +14,7 @@ from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
-from tagc.selfcheck.calls import Call, renamed
+from tagc.selfcheck.calls import Call
 from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Maker, small_encoder
 
 
@@ -30,7 +30,7 @@ def _quantize(m: Maker) -> Case:
     case = _elementwise(m, R)
     if m.inputs.kind == "ties" and m.layout.numel:
         m.put(case, _halfway(m.layout.levels).expand(R))
-    if m.call.given("dither") is not None:
+    if m.call["dither"] is not None:
         # Both signs, and a different one for each row.
         signs = [GARBAGE, ~GARBAGE][:R]
         case.tensors["dither"] = torch.tensor(signs, dtype=torch.int32, device="cpu")
@@ -47,15 +47,15 @@ def _halfway(levels: int) -> Tensor:
 def _quantize_matrix(m: Maker) -> Case:
     (D,) = m.call.rows
     if m.inputs.small:
-        m.layout, D = small_encoder(m.call.option("layout"), D)
+        m.layout, D = small_encoder(m.call["layout"], D)
     return _elementwise(m, D)
 
 
 def _elementwise(m: Maker, destinations: int) -> Case:
-    residual = m.call.given("residual")
+    residual = m.call["residual"]
     return m.case(
         {
-            "grad": m.spoilt(m.elements(destinations, m.call.dtype("grad"))),
+            "grad": m.spoilt(m.elements(destinations, m.call["grad"])),
             "residual": None if residual is None else m.elements(destinations, residual),
             "message": m.garbage(destinations, m.layout.words),
         }
@@ -69,8 +69,8 @@ def _dequantize(m: Maker) -> Case:
     quantize = getattr(m.reference, m.call.operator.removeprefix("de"))
     sent = m.spoilt(m.elements(K * R, torch.float32))
     quantize(sent, None, message, layout=m.layout, average=0.0)
-    made = m.values if m.call.option("add") else m.garbage
-    out = made(K, m.layout.numel, dtype=m.call.dtype("out"))
+    made = m.values if m.call["add"] else m.garbage
+    out = made(K, m.layout.numel, dtype=m.call["out"])
     return m.case({"message": message.view(K, R, -1), "out": out})
 
 
@@ -123,7 +123,7 @@ def _share_of(layout: SketchLayout, capacity: int) -> float:
 
 def _select(m: Maker) -> Case:
     layout, capacity, R = m.layout, m.capacity(), m.inputs.destinations
-    x = m.values(R, layout.numel, dtype=m.call.dtype("x"))
+    x = m.values(R, layout.numel, dtype=m.call["x"])
     tensors = {
         "x": m.spoilt(x),
         "threshold": m.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
@@ -136,8 +136,8 @@ def _select(m: Maker) -> Case:
 def _encode(m: Maker) -> Case:
     layout, capacity, W = m.layout, m.capacity(), m.inputs.destinations
     shape = (W, layout.numel)
-    grad = m.values(*shape, dtype=m.call.dtype("grad"))
-    residual = m.call.given("residual")
+    grad = m.values(*shape, dtype=m.call["grad"])
+    residual = m.call["residual"]
     threshold = m.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
     step = torch.exp2(torch.log2(threshold).floor() - 2)
     seed = zlib.crc32(str(m.call).encode()) % 2**31
@@ -152,17 +152,17 @@ def _encode(m: Maker) -> Case:
         "counts": m.garbage(W, COUNTS),
         "support": None,
     }
-    if m.call.given("support") is not None:
+    if m.call["support"] is not None:
         tensors["support"] = m.support(W, layout.groups, capacity)
     case = m.case(tensors, capacity=capacity)
     if m.inputs.kind == "ties" and layout.numel:
         # The largest that is not clipped.
-        m.put(case, m.call.option("levels") * step)
+        m.put(case, m.call["levels"] * step)
     return case
 
 
 def _decode(m: Maker) -> Case:
-    layout, out, residual = m.layout, m.call.dtype("out"), m.call.given("residual")
+    layout, out, residual = m.layout, m.call["out"], m.call["residual"]
     # The messages of W ranks, encoded as rows for W destinations.
     W, symbol = max(2, m.call.rows[0]), layout.symbol
     capacity = layout.keys // W
@@ -186,10 +186,6 @@ def _decode(m: Maker) -> Case:
         "stats": m.garbage(2),
     }
     return replace(m.case(tensors), scratch=("cells",))
-
-
-def _insert(m: Maker) -> Case:
-    return m.case(_inserted(m))
 
 
 def _inserted(m: Maker) -> dict[str, Tensor]:
@@ -237,15 +233,15 @@ def _undo_lag(m: Maker) -> Case:
     tensors: dict[str, Tensor | None] = {
         "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
         "sent": m.values(n, dtype=torch.float32),
-        "out": m.garbage(n, dtype=m.call.dtype("out")),
+        "out": m.garbage(n, dtype=m.call["out"]),
     }
     return m.case(tensors)
 
 
 def _fingerprint(m: Maker) -> Case:
-    x = m.values(m.numel, dtype=m.call.dtype("x"))
+    x = m.values(m.numel, dtype=m.call["x"])
     tensors = {"x": x, **_no_fingerprint(), "changed": None}
-    if m.call.given("changed") is not None:
+    if m.call["changed"] is not None:
         m.reference.fingerprint(x, tensors["sums"], tensors["before"])
         tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
         x[-1:].neg_()
@@ -258,7 +254,7 @@ def _no_fingerprint() -> dict[str, Tensor]:
 
 
 def _stamp(m: Maker) -> Tensor | None:
-    if m.call.given("stamp") is None:
+    if m.call["stamp"] is None:
         return None
     return torch.tensor([GARBAGE + 1, 41], dtype=torch.int32, device="cpu")
 
@@ -266,7 +262,7 @@ def _stamp(m: Maker) -> Tensor | None:
 def _put_dense(m: Maker) -> Case:
     columns, words = m.columns_and_words()
     D = m.inputs.destinations
-    x = m.spoilt(m.values(D, columns, dtype=m.call.dtype("x")))
+    x = m.spoilt(m.values(D, columns, dtype=m.call["x"]))
     return m.case({"x": x, "message": m.garbage(D, words), "stamp": _stamp(m)})
 
 
@@ -278,18 +274,18 @@ def _sum_dense(m: Maker) -> Case:
     x = m.spoilt(m.values(K * R, columns, dtype=m.layout.wire))
     m.reference.put_dense(x, message, stamp, layout=m.layout)
     wrong, spoils = None, m.inputs.kind == "ties"
-    if m.call.given("wrong") is not None:
+    if m.call["wrong"] is not None:
         wrong = torch.tensor([stamp is None and spoils], dtype=torch.bool, device="cpu")
     if stamp is not None and spoils:
         message[-1, m.layout.tail + m.inputs.seed % STAMP_WORDS] += 1
-    out = m.values(K, columns, dtype=m.call.dtype("out"))
+    out = m.values(K, columns, dtype=m.call["out"])
     return m.case(
         {"message": message.view(K, R, words), "out": out, "stamp": stamp, "wrong": wrong}
     )
 
 
 def _quantize_and_put(m: Maker) -> Case:
-    if m.call.given("sums") is None:
+    if m.call["sums"] is None:
         return _merged(m, "quantize", "put_dense")
     case = _merged(m.with_one_row(), "quantize", "put_dense")
     case.tensors.update(_no_fingerprint())
@@ -298,18 +294,22 @@ def _quantize_and_put(m: Maker) -> Case:
 
 def _dequantize_and_sum(m: Maker) -> Case:
     case = _merged(m, "dequantize", "sum_dense")
-    if m.call.given("sent") is None:
+    if m.call["sent"] is None:
         return case
     n = m.layout.numel
     case.tensors["sent"] = m.values(n, dtype=torch.float32)
-    case.tensors["ahead"] = m.garbage(n, dtype=m.call.dtype("ahead"))
+    case.tensors["ahead"] = m.garbage(n, dtype=m.call["ahead"])
     return replace(case, scratch=("out",))
+
+
+# What a merged operator calls the arguments of its second part.
+_RENAMED = {"message": "whole", "out": "rows"}
 
 
 def _merged(m: Maker, codes: str, pieces: str) -> Case:
     """The tensors of two operators' cases. The second one's messages and rows contain the first
     one's in training; here they are beside them."""
-    layout = m.call.option("layout")
+    layout = m.call["layout"]
     if not isinstance(layout, BlockLayout):
         codes += "_matrix"
     part = m.part(codes, layout)
@@ -319,10 +319,10 @@ def _merged(m: Maker, codes: str, pieces: str) -> Case:
     assert message is not None
     if message.dim() == 2:
         m.inputs = replace(m.inputs, destinations=len(message))
-    second = _MAKERS[pieces](m.part(pieces, m.call.option("dense")))
+    second = _MAKERS[pieces](m.part(pieces, m.call["dense"]))
     given = {name: None for name, _ in m.call.dtypes} | first.tensors
-    given |= renamed(second.tensors.items())
-    return m.case(given, dense=second.call.option("layout"))
+    given |= {_RENAMED.get(name, name): x for name, x in second.tensors.items()}
+    return m.case(given, dense=second.call["layout"])
 
 
 def _steer(m: Maker) -> Case:
@@ -373,6 +373,6 @@ _MAKERS: dict[str, Callable[[Maker], Case]] = {
     "encode": _encode,
     "select": _select,
     "decode": _decode,
-    "insert": _insert,
+    "insert": lambda m: m.case(_inserted(m)),
     "peel": _peel,
 }

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from tagc.basics.progress import Progress
 from tagc.basics.version import __version__
 from tagc.ops import Ops, compiles_ahead, get_ops
-from tagc.selfcheck.calls import Call, every_call
+from tagc.selfcheck.calls import Call
 from tagc.selfcheck.cases import case_of
 from tagc.selfcheck.inputs import PLACEMENTS, Case
 
@@ -101,14 +101,13 @@ def _message(name: str, complaint: str, case: Case, where: str) -> str:
     )
 
 
-def examine(device: torch.device) -> bool:
-    """Print the device and its software, and check the operators: on a CPU, where compiling takes
-    minutes, one call of each. Returns whether all are right."""
+def examine(device: torch.device, calls: Sequence[Call]) -> bool:
+    """Print the device and its software, and check calls of operators: on a CPU, where compiling
+    takes minutes, one of each operator. Returns whether all are right."""
     system = {"python": platform.python_version(), "system": platform.platform()}
     for name, value in (about(device) | system).items():
         print(f"{name:12}{value}")
     implementation = get_ops(device)
-    calls = list(every_call())
     if not compiles_ahead(implementation):
         calls = list({call.operator: call for call in reversed(calls)}.values())
     begin, progress = time.monotonic(), Progress("operators checked", len(calls))

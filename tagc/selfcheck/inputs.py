@@ -110,8 +110,8 @@ class Maker:
 
     def capacity(self) -> int:
         """How many groups a rank may keep: as large a share of all as in the call."""
-        whole = self.call.option("layout").groups
-        return _share(self.call.option("capacity"), whole, self.layout.groups)
+        whole = self.call["layout"].groups
+        return _share(self.call["capacity"], whole, self.layout.groups)
 
     def columns_and_words(self) -> tuple[int, int]:
         """Sizes of rows for pieces and of messages: a few more than they need, so that all rows are

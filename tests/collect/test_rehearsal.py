@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import MagicMock
+from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tagc
@@ -19,23 +15,9 @@ from support.marks import slow
 from support.small_net import sharded
 from support.states import POLICIES, QUANTIZED, rules, run, wrapped
 from tagc.collect import rehearse
-from tagc.ops import Ops, get_ops
+from tagc.ops import get_ops
 from tagc.selfcheck import Call, Recorder
-from tagc.selfcheck.calls import OPERATORS
-
-
-def idle() -> Ops:
-    """Operators that do nothing; ``peel`` returns something."""
-
-    def peel(cells: Tensor, index: Tensor, seed: Tensor, *, layout: Any) -> tuple[Tensor, Tensor]:
-        symbols = cells.new_empty(layout.groups)
-        return symbols, symbols.bool()
-
-    ops = get_ops("cpu", "reference")
-    operators: dict[str, Any] = {name: MagicMock() for name in OPERATORS}
-    for name, operator in operators.items():
-        operator.__signature__ = inspect.signature(getattr(ops, name))
-    return cast(Ops, SimpleNamespace(**operators | {"peel": peel}))
+from tagc.selfcheck.calls import idle
 
 
 def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[Call], set[Call]]:

@@ -21,7 +21,6 @@ import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.collect import Transport, gather_merged, transport
 from tagc.costs import Link, Speed, auto, speed_key
-from tagc.costs.auto import codecs_of
 from tagc.handle import wrapper
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
@@ -61,7 +60,7 @@ def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
     """What this rank measures."""
 
     def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
-        return {speed_key(codec): speed for codec in codecs}
+        return {speed_key(codec): speed for codec, _ in codecs}
 
     with (
         patch.object(auto, "measure_link", lambda group, device: link),
@@ -251,8 +250,8 @@ def test_a_small_saving_is_not_worth_it(latency: float, codec: str) -> None:
 def test_what_nothing_is_owed_of_is_rounded_by_chance() -> None:
     made = policy()
     made["gradients"][0]["feedback"] = {"kind": "none"}
-    found = codecs_of(Policy.load(made), torch.float32, 2, parameters=False)
-    assert "quantized int4 dithered" in {codec.name for codec in found}
+    found = codecs_chosen(SLOW, *made["gradients"])
+    assert "quantized int4 dithered" in found
 
 
 def _resumed(rank: int, folder: str) -> None:

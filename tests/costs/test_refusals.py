@@ -76,7 +76,7 @@ def written(path: Path, data: object) -> Path:
         ([*OF_7B, "--ranks-per-host", "5"], "--world 64 does not divide by --ranks-per"),
         ([*OF_7B, "--policy", "hybird"], "did you mean 'hybrid'?"),
         ([*SITES, "--world", "6"], "--world 6 does not divide by --sites 4"),
-        ([*OF_WORLD, "--model", "no_such:make"], "cannot import module 'no_such' of 'no_such"),
+        ([*OF_WORLD, "--model", "no_such:make"], "cannot import 'no_such:make': No module"),
         ([*OF_WORLD, "--model", "json:dumps"], "json:dumps failed on the meta device: TypeError"),
         ([*OF_WORLD, "--model", "no.json"], "cannot read a model from no.json: No such file"),
     ],

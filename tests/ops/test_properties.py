@@ -120,7 +120,7 @@ def test_what_sketches_send_plus_what_stays_is_what_was_there(pairs, form, octav
     made = encoding((name, grad.dtype, dtype), len(pairs), "room for all", W=1)
     made.tensors.update(grad=grad, residual=residual, threshold=threshold, step=step)
     encode, decode = map(run, both_ways(changed(made, levels=levels, capacity=room), 1))
-    layout = made.call.option("layout")
+    layout = made.call["layout"]
     assert decode["stats"].tolist() == [encode["counts"][0, 2], 0]
     x, left = grad[0].float() + residual[0], encode["residual"][0]
     if name == "int16x2":  # whose result is in bfloat16

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.calls import every_call
 from support.trials import OPERATORS, case_of
 from tagc.ops import Ops, get_ops
-from tagc.selfcheck import KernelError, check, every_call
+from tagc.selfcheck import KernelError, check
 
 REFERENCE = get_ops("cpu", "reference")
 CPU = torch.device("cpu")

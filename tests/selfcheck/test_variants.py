@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from support.calls import every_call
 from support.launches import Variant, noting_launches
 from support.marks import slow
 from support.trials import PLACEMENTS, case_of
@@ -18,7 +19,7 @@ from tagc.costs.explain import plan_shapes
 from tagc.costs.shapes import synthetic
 from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy, data_parallel_policies
-from tagc.selfcheck import Call, Recorder, every_call
+from tagc.selfcheck import Call, Recorder
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 OPS = get_ops("cuda", "triton")

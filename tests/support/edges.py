@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support import oracle
+from support.calls import encoder_calls
 from support.trials import BF16, F16, F32, Case, Trial, case_of, case_with, sketch_layout
 from tagc.ops import Ops, get_ops
 from tagc.ops.bitmap import to_bitmap
@@ -20,7 +21,6 @@ from tagc.ops.matrix import SPAN, MatrixLayout
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import SIDE, STATES, THRESHOLD
-from tagc.selfcheck.calls import encoder_calls
 from tagc.selfcheck.inputs import Inputs
 
 I32, REFERENCE = torch.int32, get_ops("cpu", "reference")
@@ -135,7 +135,7 @@ def _() -> Iterator[Case]:
         words[1, :, 0] = np.int32(-0x80000000 + 0x8000)  # minus zeros do not become zeros
         yield from sums("dequantize", torch.from_numpy(words), layout, (F32, 3))
     made = next(blocks(torch.full((4, 64), 3e38), 8, None))
-    message, layout = made.run(REFERENCE, Tensor.clone)["message"], made.call.option("layout")
+    message, layout = made.run(REFERENCE, Tensor.clone)["message"], made.call["layout"]
     for several in (message[None], message[:, None]):
         yield from sums("dequantize", several, layout, (F32, 1), (F16, 4), (BF16, 1))
 
@@ -292,7 +292,7 @@ def both_ways(made: Case, divisor: int = 3) -> Iterator[Case]:
     t = tensors_of(made)
     sent = made.run(REFERENCE, Tensor.clone)
     yield decoding(
-        made.call.option("layout"), sent["index"], sent["cells"].sum(0, dtype=I32),
+        made.call["layout"], sent["index"], sent["cells"].sum(0, dtype=I32),
         t["step"][:1], t["seed"], None if t["residual"] is None else t["residual"][0],
         dtype=t["grad"].dtype, divisor=divisor,
     )  # fmt: skip
@@ -322,7 +322,7 @@ def decoding(
 def _() -> Iterator[Case]:
     for form in (FORMATS[0], FORMATS[1], ("int32x1", BF16, None)):
         made = encoding(form, 2600, W=3, hashes=4, seed=1)
-        t, groups = tensors_of(made), made.call.option("layout").groups
+        t, groups = tensors_of(made), made.call["layout"].groups
         t["support"] = to_bitmap(torch.rand(3, groups, generator=torch.manual_seed(0)) < 1 / 3)
         if groups % 32:  # bits past the last group mean nothing
             t["support"][:, -1] |= torch.tensor(-1 << groups % 32, dtype=I32)

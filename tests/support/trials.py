@@ -16,6 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.calls import (
+    block_calls,
+    dense_calls,
+    dithered_call,
+    encoder_calls,
+    every_call,
+    exact_calls,
+    fingerprint_calls,
+    lag_call,
+    matrix_calls,
+    merged_calls,
+    steer_call,
+)
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import DenseLayout, Piece
@@ -24,21 +37,9 @@ from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import Matrices, MatrixLayout
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.selfcheck import Call, every_call, sketch_calls
+from tagc.selfcheck import Call, sketch_calls
 from tagc.selfcheck.calls import OPERATORS as OPERATORS
-from tagc.selfcheck.calls import (
-    block_calls,
-    dense_calls,
-    dithered_call,
-    encoder_calls,
-    exact_calls,
-    exponent_calls,
-    fingerprint_calls,
-    lag_call,
-    matrix_calls,
-    merged_calls,
-    steer_call,
-)
+from tagc.selfcheck.calls import exponent_calls
 from tagc.selfcheck.cases import case_of as case_of
 from tagc.selfcheck.checking import complaint_about
 from tagc.selfcheck.inputs import PLACEMENTS as PLACEMENTS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tagc.selfcheck import every_call
+from support.calls import every_call
 from tagc.selfcheck.calls import OPERATORS
 from tagc.selfcheck.cases import case_of
 

@@ -11,6 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("triton.language", reason="Triton is for Linux on x86-64")
 
+from support.calls import (
+    block_calls,
+    dense_calls,
+    encoder_calls,
+    every_call,
+    lag_call,
+    matrix_calls,
+    steer_call,
+)
 from support.compiled import Compiled, compiling
 from support.launches import kernels
 from support.paths import ROOT
@@ -21,16 +30,8 @@ from tagc.ops.exponents import ExponentLayout
 from tagc.ops.matrix import MatrixLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.selfcheck import Call, every_call
-from tagc.selfcheck.calls import (
-    block_calls,
-    dense_calls,
-    encoder_calls,
-    exponent_calls,
-    lag_call,
-    matrix_calls,
-    steer_call,
-)
+from tagc.selfcheck import Call
+from tagc.selfcheck.calls import exponent_calls
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.device]
 # How many accesses of 16 bytes a thread has at least, loads and stores, where rows are aligned.

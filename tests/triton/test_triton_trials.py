@@ -168,7 +168,7 @@ def test_on_a_gpu(name: str) -> None:
 
 def test_the_least_partition_of_packed_entries():
     """The most hashes of a cell, and 2 by which the first may be missed, fit 16 bits."""
-    layout = next(iter(large_tables())).call.option("layout")
+    layout = next(iter(large_tables())).call["layout"]
     for partition, expected in ((65539, True), (65538, False)):
         assert kernels("table").packed(replace(layout, partition=partition)) is expected
         assert expected is False or -(-(2**32) // partition) + 2 <= 2**16
