@@ -13,7 +13,6 @@ no headers; see :mod:`tagc.collect.lockstep`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,7 +23,7 @@ from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
 
 MESSAGE_FORMAT = 2
-"""Version of the layout above. Version 1 had no padding, and no room for a stamp on gloo."""
+"""Version of the layout above."""
 _ROW = 32
 
 
@@ -68,6 +67,7 @@ class MessagePlan:
         read: messages that a rank decodes.
         rows: rows of elements that decoding writes.
         for_all: whether every rank gets the same message.
+        in_column_order: whether segments lie in a message as in the unit, instead of by codec.
         sent: for each destination, the words of its message that are sent; None for all words.
     """
 
@@ -76,6 +76,7 @@ class MessagePlan:
     read: int
     rows: int = 1
     for_all: bool = False
+    in_column_order: bool = False
     sent: tuple[slice, ...] | None = None
 
     @cached_property
@@ -94,46 +95,27 @@ class MessagePlan:
         return -(-(self.words + STAMP_WORDS) // _ROW) * _ROW
 
     @cached_property
-    def cells(self) -> int:
-        """Cells for each destination, which are summed on the way, besides the message."""
-        return sum(s.codec.cells for s in self.segments)
-
-    @cached_property
-    def counts(self) -> int:
-        """Words for each destination that all ranks sum, for the next step's thresholds."""
-        return sum(s.codec.counts for s in self.segments)
-
-    @cached_property
     def spans(self) -> tuple[Span[Segment], ...]:
         """The segments in the order of their words in a message, with columns and words."""
+        ordered = chain.from_iterable(in_message_order(self.segments))
         found, word = [], 0
-        for s in self.ordered:
+        for s in self.segments if self.in_column_order else ordered:
             words = slice(word, word + s.codec.words)
             found.append(Span(s, slice(s.start, s.stop), words))
             word += s.codec.room
         return tuple(found)
 
-    @cached_property
-    def ordered(self) -> tuple[Segment, ...]:
-        """The segments in the order of their words in a message."""
-        return _ordered(self.segments)
-
     def words_of(self, segment: Segment) -> float:
         """Words of a segment in a message, including padding; an average if messages are sent in
         part."""
         if self.sent is None:
-            end = self.row_words - self.words if segment is self._largest else 0
-            return segment.codec.room + end
-        before = self.ordered[: self.ordered.index(segment)]
-        start = sum(s.codec.room for s in before)
+            # The largest one counts the stamp and padding at the end of a message as its own.
+            largest = max(self.segments, key=lambda s: s.codec.room)
+            return segment.codec.room + (segment is largest) * (self.row_words - self.words)
+        start = next(span.words.start for span in self.spans if span.segment is segment)
         stop = start + segment.codec.room
         parts = (min(stop, span.stop) - max(start, span.start) for span in self.sent)
         return sum(max(0, words) for words in parts) / len(self.sent)
-
-    @cached_property
-    def _largest(self) -> Segment:
-        """The segment that counts the stamp and padding at the end of a message as its own."""
-        return max(self.segments, key=lambda s: s.codec.room)
 
     def stored_bytes(self, segment: Segment) -> int:
         """Bytes of a segment's feedback: its residual and the owner state."""
@@ -144,26 +126,17 @@ class MessagePlan:
         return self.made * feedback.row_bytes(segment.columns) + owned
 
 
-def sent_spans(info: UnitInfo, segments: Sequence[Segment]) -> tuple[slice, ...] | None:
-    """For each owner, the words of its message that are sent; None for all words.
+def sent_spans(messages: MessagePlan, info: UnitInfo) -> tuple[slice, ...]:
+    """For each owner, the words of its message that are sent.
 
     In a flat buffer an owner may have no elements in the first or last segments, and fewer elements
     of a dense segment than another owner.
     """
-    if info.flat is None:
-        return None
-    ordered = _ordered(segments)
-    words = sum(s.codec.room for s in ordered)
-    spans = [(words, 0)] * info.world_size
-    at = 0
-    for segment in ordered:
-        for row, columns in enumerate(filled_columns(info, segment.params)):
-            used = segment.codec.used_words(columns)
+    spans = [(messages.words, 0)] * info.world_size
+    for span in messages.spans:
+        first = span.words.start
+        for row, columns in enumerate(filled_columns(info, span.segment.params)):
+            used = span.segment.codec.used_words(columns)
             if used:
-                spans[row] = (min(spans[row][0], at), at + used)
-        at += segment.codec.room
+                spans[row] = min(spans[row][0], first), first + used
     return tuple(slice(min(start, stop), stop) for start, stop in spans)
-
-
-def _ordered(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    return tuple(chain.from_iterable(in_message_order(segments)))

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from tagc.codecs import CodecPlan, Cut
+from tagc.codecs import Cut
 from tagc.plan.messages import MessagePlan, Segment, sent_spans
 from tagc.plan.units import UnitInfo, UnitParam
 
 Direction = Literal["gradients", "parameters", "replicas"]
+COLLECTIVES: dict[Direction, str] = {
+    "gradients": "the reduction of gradients",
+    "parameters": "the gathering of parameters",
+    "replicas": "the average over replicas",
+}
+"""What a unit's collective does, in texts for users."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +60,16 @@ class UnitPlan:
             return self.shots.reduce
         W, H, copies = self.info.world_size, self.peers, self.keeps_copy
         gathers = self.direction == "parameters"
-        return MessagePlan(
+        messages = MessagePlan(
             segments=self.segments,
             made=1 if self.for_all else H,
             read=W if gathers and not copies else H,
             rows=(2 * H if copies else W) if gathers else 1,
             for_all=self.for_all,
-            sent=sent_spans(self.info, self.segments),
+            in_column_order=gathers,
         )
+        flat = self.info.flat is not None
+        return replace(messages, sent=sent_spans(messages, self.info)) if flat else messages
 
     @cached_property
     def flights(self) -> dict[str, MessagePlan]:
@@ -78,8 +86,7 @@ class UnitPlan:
     @cached_property
     def words(self) -> int:
         """int32 words of all segments in all messages, except those inside hosts."""
-        shots = () if self.shots is None else (self.shots.gather,)
-        return sum(messages.words for messages in (self.messages, *shots))
+        return sum(m.words for m in self.flights.values() if m is not self.inside)
 
     @cached_property
     def columns(self) -> int:
@@ -135,13 +142,6 @@ class UnitPlan:
     @cached_property
     def compressed(self) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.compressed)
-
-    @cached_property
-    def dense(self) -> tuple[Segment, ...]:
-        return tuple(s for s in self.segments if not s.compressed)
-
-    def of(self, *plans: type[CodecPlan]) -> tuple[Segment, ...]:
-        return tuple(s for s in self.segments if isinstance(s.codec, plans))
 
     @cached_property
     def warmup_steps(self) -> int:
