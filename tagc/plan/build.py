@@ -21,13 +21,12 @@ from tagc.plan.checks import (
     matrices_of,
     notes_on,
 )
-from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.sites import about_sites
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import in_fewest_bytes
-from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.unit_plan import Direction, MessagePlan, Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import Inside, ParameterRule, Policy, PolicyError, Rule, When, first_match, show
 from tagc.policy.rules import AutoConfig, AutoParametersConfig

@@ -10,12 +10,11 @@ import torch
 from tagc.codecs import CodecConfig
 from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
-from tagc.plan.messages import Segment
 from tagc.plan.plan import Plan
 from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import why_one_shot
-from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.unit_plan import Direction, Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import (
     Inside,

@@ -30,8 +30,7 @@ from tagc.ops.launches import (
     with_fingerprint,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
-from tagc.plan.messages import Segment
-from tagc.plan.unit_plan import COLLECTIVES, UnitPlan
+from tagc.plan.unit_plan import COLLECTIVES, Segment, UnitPlan
 
 # Columns that take less time than another launch.
 _GAP = 1 << 16

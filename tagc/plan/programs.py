@@ -13,10 +13,9 @@ import torch
 from tagc.codecs.sketch import COUNTING
 from tagc.ops.program import Program, Send
 from tagc.plan.gathers import Gathers
-from tagc.plan.messages import Segment
 from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.table import format_bytes
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import Segment, UnitPlan
 
 
 def programs_of(unit: UnitPlan, *, stamped: bool = False) -> Iterator[Program]:

@@ -24,10 +24,12 @@ from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.launches import (
     Advance,
     ByNeighbour,
+    ByRank,
     Copy,
     Divide,
     Expand,
     Pick,
+    Pieces,
     Put,
     Saturate,
     Sum,
@@ -36,11 +38,10 @@ from tagc.ops.launches import (
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
 from tagc.ops.sampling import CompareNoise, SampleGradient, noise_samples
-from tagc.plan.flat_rows import arranging, is_rearranged, restoring
-from tagc.plan.messages import MessagePlan, Segment
+from tagc.plan.param_slices import filled_columns, is_whole, param_slices
 from tagc.plan.part import Part, preserving
 from tagc.plan.two_shots import slicing_of
-from tagc.plan.unit_plan import COLLECTIVES, UnitPlan
+from tagc.plan.unit_plan import COLLECTIVES, MessagePlan, Segment, UnitPlan
 
 Range = tuple[str, list[Step]]
 Ranges = Iterator[Range]
@@ -256,11 +257,11 @@ class Reductions:
 
     def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
         unit, begin, end = self._unit, [], []
-        if is_rearranged(unit):
+        if unit.info.flat is not None and not is_whole(unit.info, unit.segments[0].params):
             rows = Place("flat_grad", (unit.rows, unit.columns), inp.dtype)
-            begin, inp = [Launch(arranging(unit), (inp, rows))], rows
+            begin, inp = [Launch(_arranging(unit), (inp, rows))], rows
             shard = Place("flat_shard", (1, unit.columns), out.dtype)
-            end, out = [Launch(restoring(unit), (shard, out))], shard
+            end, out = [Launch(_restoring(unit), (shard, out))], shard
         look, compare = self._measuring(variant, inp, out, divisor)
         yield from self._shot(variant, [*begin, *look], inp, out, divisor)
         yield "decode", [*compare, *end]
@@ -418,3 +419,51 @@ class Reductions:
         return self.sketches is not None and not any(
             part.reaches(span.segment) for span in self.sketches.spans
         )
+
+
+# Rearranging FSDP1's flat gradient so that segments are columns: :mod:`tagc.plan.param_slices` says
+# which elements go where. Those in no segment (padding and frozen parameters) are dropped on the
+# way in and come out as zeros.
+
+
+def _arranging(unit: UnitPlan) -> Pieces:
+    """``(gradient [W, S], rows [W, columns])``."""
+    unused = [
+        (slice(row, row + 1), slice(segment.start + used, segment.stop))
+        for segment in unit.segments
+        for row, used in enumerate(filled_columns(unit.info, segment.params))
+        if used < segment.columns
+    ]
+    pieces = []
+    for row, copies in enumerate(_copies(unit)):
+        before = row * unit.buffer_columns
+        for start, column, n in copies:
+            block = slice(row, row + 1), slice(column, column + n)
+            pieces.append((before + start, before + start + n, *block))
+    return Pieces(tuple(pieces), tuple(unused))
+
+
+def _restoring(unit: UnitPlan) -> ByRank:
+    """``(shard [1, columns], out [1, S])``, of every rank."""
+    everything = ((slice(None), slice(None)),)
+    ranks = []
+    for copies in _copies(unit):
+        pieces = [(a, a + n, slice(0, 1), slice(column, column + n)) for a, column, n in copies]
+        gaps = sum(n for _, _, n in copies) < unit.buffer_columns
+        ranks.append(Pieces(tuple(pieces), everything if gaps else (), back=True))
+    return ByRank(tuple(ranks))
+
+
+def _copies(unit: UnitPlan) -> list[list[tuple[int, int, int]]]:
+    """For each row, elements that are contiguous both in FSDP's row and in ours: the first in each,
+    and how many."""
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(unit.info.world_size)]
+    for segment in unit.segments:
+        for piece in param_slices(unit.info, segment.params):
+            row, column, length = rows[piece.row], segment.start + piece.column, piece.length
+            start, at, n = row[-1] if row else (0, 0, 0)
+            if n and (start + n, at + n) == (piece.start, column):  # it continues the last one
+                row[-1] = start, at, n + length
+            else:
+                row.append((piece.start, column, length))
+    return rows
