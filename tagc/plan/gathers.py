@@ -124,9 +124,9 @@ class Gathers:
 
     def _whole(self, share: Iterable[Step]) -> Program:
         own = self.copy.row(OWN)
-        steps = [Launch(Copy(), (self._inp, own)), self._fingerprint(self.fingerprint)]
-        steps += self._gather(self.copy, own)
-        return self._program(("gather parameters", [*steps, *share]))
+        note = [Launch(Copy(), (self._inp, own)), self._fingerprint(self.fingerprint)]
+        steps = [*note, *self._gather(self.copy, own), *share]
+        return self._program(("gather parameters", steps))
 
     @cached_property
     def changes(self) -> Program:
