@@ -14,7 +14,7 @@ from tagc.ops.program import Launch, Place
 
 
 def aligned(words: int) -> int:
-    """The next multiple of 4 words, which is 16 bytes. See :mod:`tagc.plan.messages`."""
+    """The next multiple of 4 words, which is 16 bytes. See :mod:`tagc.plan.unit_plan`."""
     return -(-words // 4) * 4
 
 

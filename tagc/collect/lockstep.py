@@ -19,6 +19,7 @@ from torch import Tensor
 from tagc.collect.transport import CollectiveWork, Transport, failing_in
 from tagc.plan import Direction, UnitPlan, as_list
 from tagc.plan.part import Part
+from tagc.plan.unit_plan import COLLECTIVES
 
 # A header is int64: step, words of a message, part of the unit, the end of the unit's name, calls.
 _NUMBERS, _NAME_BYTES = 3, 48
@@ -34,13 +35,6 @@ _SAME_CALLS = (
 )
 
 
-_WORDS: dict[Direction, str] = {
-    "gradients": "the reduction of gradients",
-    "parameters": "the gathering of parameters",
-    "replicas": "the average over replicas",
-}
-
-
 class DesyncError(RuntimeError):
     """Ranks are at different collectives."""
 
@@ -50,7 +44,7 @@ class Lockstep:
     errors call ``what``."""
 
     def __init__(self, direction: Direction, label: str, device: torch.device) -> None:
-        self.what = f"{_WORDS[direction]} of unit {label!r}"
+        self.what = f"{COLLECTIVES[direction]} of unit {label!r}"
         self.label = label
         self._device, self._count = device, 0
         name = direction[:1].encode() + label.encode()[1 - _NAME_BYTES :]
@@ -140,7 +134,7 @@ def _described(header: Tensor) -> str:
     step, length, part = header[:_NUMBERS].tolist()
     name = header[_NUMBERS : _NUMBERS + _NAME_BYTES // 8]
     name = bytes(name.view(torch.uint8).tolist()).rstrip(b"\0")
-    kinds = {direction[:1]: words for direction, words in _WORDS.items()}
+    kinds = {direction[:1]: words for direction, words in COLLECTIVES.items()}
     kind = kinds.get(name[:1].decode(errors="replace"), "another collective")
     label = name[1:].decode(errors="replace")
     cut = "..." if len(name) == _NAME_BYTES else ""

@@ -24,7 +24,7 @@ from tagc.basics.switch import is_disabled
 from tagc.basics.version import __version__
 from tagc.collect.agree import complaint_of
 from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
-from tagc.plan.messages import MESSAGE_FORMAT
+from tagc.plan.unit_plan import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.rules import DimensionRule, ExactActivationsConfig
 

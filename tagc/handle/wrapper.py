@@ -49,7 +49,7 @@ from tagc.handle.collectives import (
 )
 from tagc.handle.compressor import Compressor, attach, attached
 from tagc.plan import Choose, Plan, build_plan, format_bytes, times_less, total
-from tagc.plan.messages import MESSAGE_FORMAT
+from tagc.plan.unit_plan import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -5,29 +5,22 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
 from tagc.codecs import CodecConfig, CodecPlan, PlanRequest, plan_codec
 from tagc.codecs.delta import DeltaConfig
 from tagc.codecs.dense import DenseConfig
-from tagc.codecs.feedback import plan_feedback
-from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig, QuantizedPlan
-from tagc.plan.checks import (
-    COMPRESSIBLE,
-    check_dtype,
-    check_effect,
-    check_kept,
-    matrices_of,
-    notes_on,
-)
-from tagc.plan.messages import MessagePlan, Segment
+from tagc.codecs.exact import ExactConfig
+from tagc.codecs.feedback import FeedbackConfig, plan_feedback
+from tagc.codecs.quantized import QuantizedConfig, QuantizedParametersConfig
+from tagc.plan.checks import COMPRESSIBLE, check_effect, check_unit, matrices_of, notes_on
 from tagc.plan.param_slices import columns_of
 from tagc.plan.plan import Plan
 from tagc.plan.sites import about_sites
 from tagc.plan.table import as_list
 from tagc.plan.two_shots import in_fewest_bytes
-from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.unit_plan import Direction, MessagePlan, Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import Inside, ParameterRule, Policy, PolicyError, Rule, When, first_match, show
 from tagc.policy.rules import AutoConfig, AutoParametersConfig
@@ -60,175 +53,146 @@ def build_plan(
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
     """
-    named = {p.name: p for info in (*units, *gathers) for p in info.params}
-    policy = policy.for_model(named)
-    matched: set[tuple[Direction, int]] = set()
+    policy = policy.for_model(p.name for info in (*units, *gathers) for p in info.params)
     chosen: dict[tuple[Direction, str], list[str]] = {}
     settled: dict[tuple[str, int], dict[CodecConfig, list[str]]] = {}
 
-    def planned(
-        infos: Sequence[UnitInfo], rules: Sequence[Rule | ParameterRule], direction: Direction
-    ) -> tuple[UnitPlan, ...]:
-        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos) if rules)
-
-    def one(
-        i: int, info: UnitInfo, rules: Sequence[Rule | ParameterRule], direction: Direction
-    ) -> UnitPlan:
-        options = _plan_unit(info, policy, rules, direction, matched)
+    def one(i: int, info: UnitInfo, rules: _Rules, direction: Direction) -> UnitPlan:
+        options = _plan_unit(info, policy, rules, direction)
         if not gloo and info.ranks_per_host > 1 and not options[0][0].compressed:
-            options[0] = _plan_unit(info.in_one_level(), policy, rules, direction, matched)[0]
-        unit, bits = options[0]
+            options[0] = _plan_unit(info.in_one_level(), policy, rules, direction)[0]
+        unit, configs = options[0]
         if len(options) > 1:
             if choose is None:
                 raise PolicyError("codec 'auto' needs a measured or a given link to choose by")
             choice = choose(i, [option for option, _ in options])
             chosen.setdefault((direction, choice.why), []).append(info.label)
-            unit, bits = options[choice.index]
+            unit, configs = options[choice.index]
         for segment in unit.segments:
             index = segment.rule
             if index is not None and isinstance(rules[index].codec, AutoConfig):
                 codecs = settled.setdefault((direction, index), {})
-                config = _resolved(rules[index], unit.info, bits)
-                codecs.setdefault(config, []).extend(param.name for param in segment.params)
+                names = (param.name for param in segment.params)
+                codecs.setdefault(configs[index], []).extend(names)
         return unit
 
-    directions = (
+    def planned(
+        infos: Sequence[UnitInfo], rules: _Rules, direction: Direction
+    ) -> tuple[UnitPlan, ...]:
+        return tuple(one(i, info, rules, direction) for i, info in enumerate(infos) if rules)
+
+    native = () if policy.parameters else gathers
+    plan = Plan(
+        policy,
         planned(units, policy.gradients, "gradients"),
         planned(gathers, policy.parameters, "parameters"),
         planned(replicas, policy.replicas or _DENSE, "replicas"),
+        native=tuple(_plan_unit(info, policy, (), "parameters")[0][0] for info in native),
+        micro_batches=micro_batches,
+        frozen=frozen(policy, settled) if settled else "",
+        gloo=gloo,
     )
-    native: list[UnitPlan] = []
-    if not policy.parameters:
-        native += [_plan_unit(info, policy, (), "parameters", matched)[0][0] for info in gathers]
     notes = [*choose.notes] if choose and chosen else []
     notes += [f"{d} of {as_list(names)}: {why}" for (d, why), names in chosen.items()]
     if chosen:
-        notes.append(ABOUT_FREEZING)
-    infos = (units, gathers)
-    notes += notes_on(directions, infos, policy, named.values())
-    notes += [] if policy.sites is None else about_sites(directions[0], policy.sites)
+        notes.append(
+            "codec auto measures at every start and may choose differently, which changes losses: "
+            'plan().freeze("chosen.yaml") writes this choice, for policy="chosen.yaml"'
+        )
+    notes += notes_on(plan, units, gathers)
+    notes += [] if policy.sites is None else about_sites(plan.units, policy.sites)
     notes += [] if policy.tuning is None else [policy.tuning.advice]
-    plan = Plan(
-        policy,
-        *directions,
-        native=tuple(native),
-        micro_batches=micro_batches,
-        frozen=frozen(policy, settled) if settled else "",
-        notes=tuple(notes),
-        gloo=gloo,
-    )
-    return replace(plan, warnings=tuple(check_effect(plan, matched)))
+    return replace(plan, notes=tuple(notes), warnings=tuple(check_effect(plan)))
 
 
-@dataclass
-class _Run:
-    """The parameters of one segment; ``kind`` is what they have in common."""
-
-    rule: int | None
-    kind: tuple[object, ...]
-    params: list[UnitParam] = field(default_factory=list)
+_Rules = Sequence[Rule | ParameterRule]
+_Configs = dict[int, CodecConfig]
+"""The configurations that the codecs of rules became, by the rules' indexes."""
 
 
 def _plan_unit(
-    unit: UnitInfo,
-    policy: Policy,
-    rules: Sequence[Rule | ParameterRule],
-    direction: Direction,
-    matched: set[tuple[Direction, int]],
-) -> list[tuple[UnitPlan, int]]:
-    """The unit's plan, or its options with ``codec: auto``, the least compressed first; and the
-    bits of each."""
-    runs: list[_Run] = []
+    unit: UnitInfo, policy: Policy, rules: _Rules, direction: Direction
+) -> list[tuple[UnitPlan, _Configs]]:
+    """The unit's plan, or its options with ``codec: auto``, the least compressed first."""
+    # The parameters of each segment, and what they have in common: first the index of their rule.
+    runs: list[tuple[tuple[Any, ...], list[UnitParam]]] = []
     for param in unit.params:
         info = policy.describe(param.name, param.shape, unit.dtype_name)
-        index = first_match(rules, info)
-        if index is not None:
-            matched.add((direction, index))
-            if param.special is not None and not rules[index].codec.carries(param.special):
-                index = None
-        if unit.native:
-            index = None
-        # A block may not mix frozen and trained parameters: see MessageGatherer.
-        frozen = param.frozen and index is not None
-        # Nor duplicates with parameters that tensor parallelism divides: tensor-parallel ranks
-        # would scale the duplicates, or select from them, differently.
-        duplicated = param.duplicate is not None and index is not None
-        # A codec that selects has a threshold for each segment, and roles differ in scale.
-        selects = index is not None and rules[index].codec.selects
-        kind = index, frozen, duplicated, info.role if selects and unit.flat is None else None
+        index = None if unit.native else first_match(rules, info)
+        codec = None if index is None else rules[index].codec
+        if codec is not None and param.special is not None and not codec.carries(param.special):
+            index = codec = None
+        kind = (
+            index,
+            # A block may not mix frozen and trained parameters: see MessageGatherer.
+            codec is not None and param.frozen,
+            # Nor duplicates with parameters that tensor parallelism divides: tensor-parallel ranks
+            # would scale the duplicates, or select from them, differently.
+            codec is not None and param.duplicate is not None,
+            # A codec that selects has a threshold for each segment, and roles differ in scale.
+            info.role if codec is not None and codec.selects and unit.flat is None else None,
+        )
         # A flat buffer is rearranged anyway, so parameters of one rule need not be adjacent.
         near = runs[-1:] if unit.flat is None else runs
-        run = next((r for r in near if r.kind == kind), None)
-        if run is None:
-            run = _Run(rule=index, kind=kind)
-            runs.append(run)
-        run.params.append(param)
+        params = next((params for other, params in near if other == kind), None)
+        if params is None:
+            runs.append((kind, [param]))
+        else:
+            params.append(param)
 
-    def with_bits(bits: int) -> UnitPlan:
+    codecs = {i: rules[i].codec for (i, *_), _ in runs if i is not None}
+    # No backward can read messages again whose sizes vary.
+    keeps = not any(isinstance(codec, ExactConfig) for codec in codecs.values())
+
+    def with_bits(bits: int) -> tuple[UnitPlan, _Configs]:
+        configs = {i: _resolved(rules[i], unit, bits, keeps=keeps) for i in codecs}
         segments: list[Segment] = []
         start = 0
-        for run in runs:
-            stop = start + columns_of(unit, run.params)
-            rule = None if run.rule is None else rules[run.rule]
+        for (i, *_), params in runs:
+            stop = start + columns_of(unit, params)
+            rule = None if i is None else rules[i]
+            feedback = rule.feedback if isinstance(rule, Rule) else None
+            config = DenseConfig() if i is None else configs[i]
+            codec = _plan_segment(config, feedback, unit, params, stop - start)
             segments.append(
-                Segment(
-                    start=start,
-                    stop=stop,
-                    params=tuple(run.params),
-                    rule=run.rule,
-                    codec=_plan_segment(rule, unit, run.params, stop - start, bits),
-                )
+                Segment(start=start, stop=stop, params=tuple(params), rule=i, codec=codec)
             )
             start = stop
-        if any(segment.codec.measured_words for segment in segments):
-            segments = [_not_kept(segment, rules) for segment in segments]
         plan = UnitPlan(info=unit, segments=tuple(segments), direction=direction)
-        return plan_inside(in_fewest_bytes(plan), policy.inside)
+        return plan_inside(in_fewest_bytes(plan), policy.inside), configs
 
-    used = [rules[run.rule].codec for run in runs if run.rule is not None]
     # Without a compressible dtype, `auto` stays dense.
-    automatic = unit.dtype in COMPRESSIBLE and any(isinstance(c, AutoConfig) for c in used)
+    automatic = any(isinstance(codec, AutoConfig) for codec in codecs.values())
+    bits = AUTO_BITS if automatic and unit.dtype in COMPRESSIBLE else AUTO_BITS[:1]
     # With min_bits some of the options are equal.
-    options: dict[UnitPlan, int] = {}
-    for bits in AUTO_BITS if automatic else AUTO_BITS[:1]:
-        options.setdefault(with_bits(bits), bits)
-    for option in options:
-        check_dtype(option)
-        check_kept(option)
+    options: dict[UnitPlan, _Configs] = {}
+    for plan, configs in map(with_bits, bits):
+        options.setdefault(plan, configs)
+    for plan in options:
+        check_unit(plan)
     return [*options.items()]
 
 
-def _not_kept(segment: Segment, rules: Sequence[Rule | ParameterRule]) -> Segment:
-    """A segment for which `auto` keeps no messages, beside others whose sizes vary."""
-    codec = segment.codec
-    chosen = segment.rule is not None and isinstance(rules[segment.rule].codec, AutoConfig)
-    if not (chosen and isinstance(codec, QuantizedPlan)):
-        return segment
-    return replace(segment, codec=replace(codec, keep_for_backward=False))
-
-
-def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int) -> CodecConfig:
+def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int, *, keeps: bool) -> CodecConfig:
     if not isinstance(rule.codec, AutoConfig):
         return rule.codec
     owes = isinstance(rule, Rule) and plan_feedback(rule.feedback) is not None
     copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
-    return resolve_auto(rule.codec, bits, copy_bytes=copy_bytes, owes=owes)
+    return resolve_auto(rule.codec, bits, copy_bytes=copy_bytes, owes=owes, keeps=keeps)
 
 
 def _plan_segment(
-    rule: Rule | ParameterRule | None,
+    config: CodecConfig,
+    feedback: FeedbackConfig | None,
     unit: UnitInfo,
     params: Sequence[UnitParam],
     columns: int,
-    auto_bits: int,
 ) -> CodecPlan:
-    config = DenseConfig() if rule is None else _resolved(rule, unit, auto_bits)
-    feedback = plan_feedback(rule.feedback) if isinstance(rule, Rule) else None
     request = PlanRequest(
         columns=columns,
         world_size=unit.world_size // unit.ranks_per_host,
         dtype=unit.dtype,
-        feedback=feedback,
+        feedback=None if feedback is None else plan_feedback(feedback),
         spans=[param.columns for param in params],
         matrices=matrices_of(unit, params, config) if config.needs_matrices else (),
         replicated=unit.replicated,
@@ -260,28 +224,18 @@ def plan_inside(unit: UnitPlan, inside: Inside) -> UnitPlan:
     if not (adds_up and fewer and unit.compressed):
         return unit
 
-    def of_host(segment: Segment) -> Segment:
-        request = PlanRequest(
-            columns=segment.columns,
-            world_size=unit.info.ranks_per_host,
-            dtype=unit.info.dtype,
-            feedback=None,
-        )
+    segments, ranks = [], unit.info.ranks_per_host
+    for segment in unit.segments:
         config = CONFIGS_INSIDE[inside if segment.compressed else "native"]
-        return replace(segment, codec=plan_codec(config, request))
-
-    rows, each = unit.rows, unit.rows // unit.info.ranks_per_host
-    segments = tuple(map(of_host, unit.segments))
-    message = MessagePlan(segments=segments, made=rows, read=rows, rows=each)
+        request = PlanRequest(columns=segment.columns, world_size=ranks, dtype=unit.info.dtype)
+        segments.append(replace(segment, codec=plan_codec(config, request)))
+    rows, each = unit.rows, unit.rows // ranks
+    message = MessagePlan(segments=tuple(segments), made=rows, read=rows, rows=each)
     return replace(unit, inside=message)
 
 
 AUTO_BITS = (32, 16, 8, 4)
 """The options in bits per element; parameters stop at 8 if no copy may be stored."""
-ABOUT_FREEZING = (
-    "codec auto measures at every start and may choose differently, which changes losses: "
-    'plan().freeze("chosen.yaml") writes this choice, for policy="chosen.yaml"'
-)
 # 8 bits per element, and a scale of 16 bits for every 256 elements.
 _KEPT_BYTES = 1 + 2 / 256
 
@@ -305,22 +259,25 @@ class Choose(Protocol):
         ...
 
 
-def resolve_auto(config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool) -> CodecConfig:
+def resolve_auto(
+    config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool, keeps: bool = True
+) -> CodecConfig:
     """The codec with ``bits`` bits, but at least the rule's ``min_bits``. A copy takes
     ``copy_bytes`` per parameter of the model. Without a residual (``owes``), gradients are rounded
-    stochastically."""
-    parameters = isinstance(config, AutoParametersConfig)
+    stochastically. ``keeps``: whether a backward may read its forward's messages."""
     bits = max(bits, config.min_bits)
     if bits == 32:
         return DenseConfig()
     if bits == 16:
         return DenseConfig(wire="bfloat16")
-    if not parameters:
+    if not isinstance(config, AutoParametersConfig):
         rounding = "nearest" if owes else "stochastic"
         return QuantizedConfig(bits=8 if bits == 8 else 4, rounding=rounding)
     if bits == 4 and config.memory and config.memory >= copy_bytes:
         return DeltaConfig(bits=4)
-    return QuantizedParametersConfig(bits=8, keep_for_backward=config.memory >= _KEPT_BYTES)
+    return QuantizedParametersConfig(
+        bits=8, keep_for_backward=keeps and config.memory >= _KEPT_BYTES
+    )
 
 
 Settled = Mapping[tuple[str, int], Mapping[CodecConfig, Sequence[str]]]

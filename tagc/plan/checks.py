@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,12 +10,11 @@ import torch
 from tagc.codecs import CodecConfig
 from tagc.codecs.sketch.plan import MIN_SHARED
 from tagc.ops.matrix import shard_shape
-from tagc.plan.messages import Segment
 from tagc.plan.plan import Plan
 from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import why_one_shot
-from tagc.plan.unit_plan import Direction, UnitPlan
+from tagc.plan.unit_plan import Segment, UnitPlan
 from tagc.plan.units import UnitInfo, UnitParam
 from tagc.policy import (
     Inside,
@@ -35,42 +34,30 @@ COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that messages can carry."""
 
 
-def notes_on(
-    directions: Sequence[Sequence[UnitPlan]],
-    infos: Sequence[Sequence[UnitInfo]],
-    policy: Policy,
-    params: Iterable[UnitParam],
-) -> Iterator[str]:
-    """What users should know about a plan.
-
-    Args:
-        directions: the units of gradients, parameters and replicas.
-        infos: the units of gradients and parameters that were planned.
-        params: all parameters.
-    """
-    gradients, parameters, replicas = directions
-    yield from _unshared_supports(gradients, policy.gradients)
+def notes_on(plan: Plan, units: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> Iterator[str]:
+    """What users should know about a plan for these reduce-scatters and all-gathers."""
+    policy = plan.policy
+    yield from _unshared_supports(plan.units, policy.gradients)
     if policy.replicas:
-        yield from _unshared_supports(replicas, policy.replicas)
-    yield from _in_levels(gradients)
-    yield from _in_levels(parameters)
-    yield from _without_effect(gradients, policy.inside)
-    yield from _about_shots(gradients)
-    yield from _about_shots(replicas)
-    yield from _left_out(parameters, policy)
-    yield from _kept_anyway(parameters)
-    if policy.parameters and any(unit.replicated for unit in infos[0]):
+        yield from _unshared_supports(plan.replicas, policy.replicas)
+    yield from _in_levels(plan.units)
+    yield from _in_levels(plan.parameters)
+    yield from _without_effect(plan.units, policy.inside)
+    yield from _about_shots(plan.units)
+    yield from _about_shots(plan.replicas)
+    yield from _left_out(plan.parameters, policy)
+    yield from _kept_anyway(plan.parameters)
+    if policy.parameters and any(unit.replicated for unit in units):
         yield (
             "the policy's rules for parameters have nothing to do: with DDP each rank has all "
             "parameters, and none are sent"
         )
-    for some, units in zip(infos, directions[:2], strict=True):
-        yield from _in_one_level(some, units)
-    yield from _kept_native(parameters)
-    yield from _without_role(params, policy)
-    units = [unit for units in directions for unit in units]
-    yield from _beyond_their_names(units)
-    feedbacks = [segment.codec.feedback for unit in units for segment in unit.segments]
+    yield from _in_one_level(units, plan.units)
+    yield from _in_one_level(gathers, plan.parameters)
+    yield from _kept_native(plan.parameters)
+    yield from _without_role({p.name: p for u in (*units, *gathers) for p in u.params}, policy)
+    yield from _beyond_their_names(plan.all_units)
+    feedbacks = [segment.codec.feedback for unit in plan.all_units for segment in unit.segments]
     yield from dict.fromkeys(f.note for f in feedbacks if f is not None and f.note)
 
 
@@ -82,15 +69,18 @@ def _by_reason(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     return ((why, as_list(some)) for why, some in names.items())
 
 
+def _params(units: Iterable[UnitPlan]) -> Iterator[tuple[UnitPlan, Segment, UnitParam]]:
+    """All parameters, with their units and segments."""
+    return ((unit, s, param) for unit in units for s in unit.segments for param in s.params)
+
+
 def _unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iterator[str]:
     """Parameters without a shared support, although their rule asks for one."""
     names = [
         param.name
-        for unit in units
-        for segment in unit.segments
+        for _, segment, param in _params(units)
         if segment.rule is not None and segment.columns
         if rules[segment.rule].codec.shares_support and not segment.codec.has_shared_support
-        for param in segment.params
     ]
     if names:
         replicated = units[0].info.replicated
@@ -174,14 +164,9 @@ def _left_out(units: Sequence[UnitPlan], policy: Policy) -> Iterator[str]:
     """Frozen parameters that are gathered uncompressed despite their rule, and why."""
     special = (
         (param.special.value, param.name)
-        for unit in units
-        for segment in unit.segments
-        for param in segment.params
+        for unit, segment, param in _params(units)
         if segment.rule is None and param.special is not None
-        if first_match(
-            policy.parameters, policy.describe(param.name, param.shape, unit.info.dtype_name)
-        )
-        is not None
+        if first_match(policy.parameters, _described(policy, unit, param)) is not None
     )
     for what, names in _by_reason(special):
         yield (
@@ -194,11 +179,8 @@ def _kept_anyway(units: Sequence[UnitPlan]) -> Iterator[str]:
     """Parameters that are in a copy although their rule asks for none."""
     names = [
         param.name
-        for unit in units
-        if unit.keeps_copy
-        for segment in unit.segments
-        if segment.codec.measured_words and not segment.codec.of_changes
-        for param in segment.params
+        for unit, segment, param in _params(units)
+        if unit.keeps_copy and segment.codec.measured_words and not segment.codec.of_changes
     ]
     if names:
         yield (
@@ -218,12 +200,12 @@ def _kept_native(units: Sequence[UnitPlan]) -> Iterator[str]:
         )
 
 
-def _without_role(params: Iterable[UnitParam], policy: Policy) -> Iterator[str]:
+def _without_role(params: Mapping[str, UnitParam], policy: Policy) -> Iterator[str]:
     """Matrices whose names tell no role, if the policy's rules ask for roles."""
     rules = (*policy.gradients, *policy.parameters, *policy.replicas)
     if not any(rule.when.role for rule in rules):
         return
-    infos = [policy.describe(param.name, param.shape) for param in params]
+    infos = [policy.describe(name, param.shape) for name, param in params.items()]
     names = [i.name for i in infos if i.role == "other" and not i.no_matrix and i.numel >= SMALL]
     if names:
         what = "1 matrix has" if len(names) == 1 else f"{len(names)} matrices have"
@@ -251,19 +233,19 @@ def _beyond_their_names(units: Sequence[UnitPlan]) -> Iterator[str]:
         )
 
 
-def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
-    """Warnings about a plan, given the direction and index of the rules that select any parameter.
+def check_effect(plan: Plan) -> list[str]:
+    """Warnings about a plan.
 
     Raises:
         PolicyError: if the policy has compressing rules, but compresses nothing here.
     """
     policy, found = plan.policy, []
-    rules = [
-        (direction, i, rule)
-        for direction in ("gradients", "parameters", "replicas")
-        if direction != "parameters" or not any(unit.info.replicated for unit in plan.units)
-        for i, rule in enumerate(getattr(policy, direction))
-    ]
+    directions = ["gradients", "parameters", "replicas"]
+    if any(unit.info.replicated for unit in plan.units):
+        directions.remove("parameters")
+    lists = {direction: getattr(policy, direction) for direction in directions}
+    rules = [(d, i, rule) for d, some in lists.items() for i, rule in enumerate(some)]
+    matched = {(d, first_match(lists[d], info)) for d in lists for _, info in _infos(plan, d)}
     compressing = [(d, i) for d, i, rule in rules if rule.codec.compresses]
     # What a policy sends as bfloat16 is the rest, if it has other rules.
     chief = [(d, i) for d, i, rule in rules if rule.codec.compresses and rule.codec.kind != "dense"]
@@ -300,16 +282,17 @@ def check_effect(plan: Plan, matched: set[tuple[Direction, int]]) -> list[str]:
             f"policy {policy.name!r} sends {format_bytes(wire)} per step at this number of ranks, "
             f"dense {format_bytes(dense)}: do not compress here, or ask for a lower density"
         )
-    return found + mostly_small(plan)
+    return [*found, *_mostly_small(plan)]
 
 
-def _described(plan: Plan, direction: str) -> Iterator[tuple[Segment, UnitParam, ParamInfo]]:
-    """All parameters of a direction, with their segments."""
-    for unit in (unit for unit in plan.all_units if unit.direction == direction):
-        for segment in unit.segments:
-            for param in segment.params:
-                info = plan.policy.describe(param.name, param.shape, unit.info.dtype_name)
-                yield segment, param, info
+def _described(policy: Policy, unit: UnitPlan, param: UnitParam) -> ParamInfo:
+    return policy.describe(param.name, param.shape, unit.info.dtype_name)
+
+
+def _infos(plan: Plan, direction: str) -> list[tuple[UnitParam, ParamInfo]]:
+    """All parameters of a direction, and what rules ask of them."""
+    units = (unit for unit in plan.all_units if unit.direction == direction)
+    return [(param, _described(plan.policy, unit, param)) for unit, _, param in _params(units)]
 
 
 def _for_others(plan: Plan, direction: str, index: int) -> bool:
@@ -317,14 +300,14 @@ def _for_others(plan: Plan, direction: str, index: int) -> bool:
     rules = getattr(plan.policy, direction)
     # The last one stands for all that no rule names.
     dtypes = {dtype for rule in rules for dtype in rule.when.dtype or ()} | {""}
-    others = (replace(i, dtype=d) for *_, i in _described(plan, direction) for d in dtypes)
+    others = (replace(info, dtype=d) for _, info in _infos(plan, direction) for d in dtypes)
     return any(first_match(rules, info) == index for info in others)
 
 
 def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
     """The parameter that a rule without parameters comes nearest to, if it selects all but its size
     or kind."""
-    infos = [info for *_, info in _described(plan, direction)]
+    infos = [info for _, info in _infos(plan, direction)]
     misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
     if not misses:
         return ""
@@ -350,24 +333,24 @@ def _to_select(
     return text, ""
 
 
-def mostly_small(plan: Plan) -> list[str]:
+def _mostly_small(plan: Plan) -> Iterator[str]:
     """A warning if the gradients of most trained elements stay dense only because their parameters
     are smaller than the default ``min_numel``. A model's adapters (LoRA) are like that."""
-    small: list[ParamInfo] = []
-    total = 0
-    for segment, _, info in _described(plan, "gradients"):
-        total += info.numel
-        if segment.rule is None and nearest_miss(plan.policy.gradients, info).near == Near.SMALL:
-            small.append(info)
-    left = sum(info.numel for info in small)
-    if 2 * left <= total:
-        return []
-    text, file = _to_select(plan.policy, small, ["gradients"])
-    return [
-        f"policy {plan.policy.name!r} leaves the gradients of {left / total:.0%} of the trained "
-        f"elements dense, in parameters with fewer than {SMALL:,} elements: "
-        f"{as_list([info.name for info in small])}. To compress them, {text}{file}"
+    policy, infos = plan.policy, [info for _, info in _infos(plan, "gradients")]
+    small = [
+        info
+        for info in infos
+        if first_match(policy.gradients, info) is None
+        if nearest_miss(policy.gradients, info).near == Near.SMALL
     ]
+    left, total = (sum(info.numel for info in some) for some in (small, infos))
+    if 2 * left > total:
+        text, file = _to_select(policy, small, ["gradients"])
+        yield (
+            f"policy {policy.name!r} leaves the gradients of {left / total:.0%} of the trained "
+            f"elements dense, in parameters with fewer than {SMALL:,} elements: "
+            f"{as_list([info.name for info in small])}. To compress them, {text}{file}"
+        )
 
 
 def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]:
@@ -377,7 +360,7 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     directions = [*dict.fromkeys(direction for direction, _ in means_to)]
     for direction in directions:
         rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == direction]
-        for _, param, info in _described(plan, direction):
+        for param, info in _infos(plan, direction):
             if param.special is not None and first_match(rules, info) is not None:
                 miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
             else:
@@ -409,8 +392,9 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     return text, ""
 
 
-def check_dtype(unit: UnitPlan) -> None:
-    """Raise PolicyError for dtypes that no codec can compress."""
+def check_unit(unit: UnitPlan) -> None:
+    """Raise PolicyError for dtypes that no codec can compress, and if messages that a backward
+    reads again may have several sizes."""
     # FSDP gathers several dtypes as bytes; `tagc.wrap` raises a clearer error for that.
     if unit.compressed and unit.info.dtype not in (*COMPRESSIBLE, torch.uint8):
         what, remedy = {
@@ -426,10 +410,6 @@ def check_dtype(unit: UnitPlan) -> None:
             f"unit {unit.info.label!r} {what} of {unit.info.dtype}, which only the "
             f"codec 'dense' can send; {remedy}, or leave out of the policy: {names}"
         )
-
-
-def check_kept(unit: UnitPlan) -> None:
-    """Raise PolicyError if messages that a backward reads again may have several sizes."""
     varying = [p.name for s in unit.segments if s.codec.measured_words for p in s.params]
     if unit.reuses_forward_message and varying:
         raise PolicyError(

@@ -30,8 +30,7 @@ from tagc.ops.launches import (
     with_fingerprint,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
-from tagc.plan.messages import Segment
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import COLLECTIVES, Segment, UnitPlan
 
 # Columns that take less time than another launch.
 _GAP = 1 << 16
@@ -55,7 +54,7 @@ class Gathers:
 
     def __init__(self, unit: UnitPlan) -> None:
         self._unit, info = unit, unit.info
-        self._what = f"the gathering of parameters of unit {info.label!r}"
+        self._what = f"{COLLECTIVES['parameters']} of unit {info.label!r}"
         self._ranks = info.world_size
         self._level: Level = "across" if info.ranks_per_host > 1 else "flat"
         self._inp = Place("inp", (1, unit.columns), info.dtype, "late")
@@ -78,12 +77,7 @@ class Gathers:
                 name = f"measured.{segment.start}"
                 self.measured[segment] = Place(name, (1, words), torch.int32, "kept")
         self._measured_fingerprint = Place("measured_fingerprint", (2,), torch.int64, "kept")
-        self._spans: list[tuple[Segment, slice, slice]] = []
-        word = 0
-        for s in unit.segments:
-            words = slice(word, word + s.codec.words)
-            self._spans.append((s, slice(s.start, s.stop), words))
-            word += s.codec.room
+        self._spans = unit.messages.spans
 
     @cached_property
     def message(self) -> Program:
@@ -100,12 +94,9 @@ class Gathers:
         """Decodes the messages that the forward kept, and sends nothing."""
         received = self._received(keep=True)
         # Compare before decoding, which overwrites `inp`: it is this rank's row of `out`.
-        return self._program(
-            (
-                "decode parameters",
-                [self._compare(self.changed), *self._decode(received, self._out, check=True)],
-            ),
-        )
+        compare = self._fingerprint(self.fingerprint, self.changed)
+        decode = [compare, *self._decode(received, self._out, check=True)]
+        return self._program(("decode parameters", decode))
 
     @cached_property
     def uncompressed(self) -> Program:
@@ -119,7 +110,7 @@ class Gathers:
     @cached_property
     def rows(self) -> Program:
         """Fills the other rows of a copy of which this rank knows its own, after a load."""
-        return self._program(("gather parameters", self._send_rows()))
+        return self._program(("gather parameters", self._gather(self.copy, self.copy.row(OWN))))
 
     @cached_property
     def whole(self) -> Program:
@@ -133,8 +124,9 @@ class Gathers:
 
     def _whole(self, share: Iterable[Step]) -> Program:
         own = self.copy.row(OWN)
-        steps = [Launch(Copy(), (self._inp, own)), self._note(), *self._send_rows()]
-        return self._program(("gather parameters", [*steps, *share]))
+        note = [Launch(Copy(), (self._inp, own)), self._fingerprint(self.fingerprint)]
+        steps = [*note, *self._gather(self.copy, own), *share]
+        return self._program(("gather parameters", steps))
 
     @cached_property
     def changes(self) -> Program:
@@ -152,7 +144,7 @@ class Gathers:
         if self.measured:
             # What has changed since it was measured may not fit. This rank then says that nothing
             # has changed, and raises.
-            check: list[Step] = [self._compare(self.changed, self._measured_fingerprint)]
+            check: list[Step] = [self._fingerprint(self._measured_fingerprint, self.changed)]
             for segment, plan in self.measured.items():
                 if segment.codec.of_changes:
                     check.append(Launch(Spoil(1), (plan[:1], self.changed)))
@@ -161,7 +153,7 @@ class Gathers:
             if share:
                 share.append(Launch(Spoil(), (self._out[:1], self.changed)))
         else:
-            encode = with_fingerprint(encode, self._note())
+            encode = with_fingerprint(encode, self._fingerprint(self.fingerprint))
         return self._program(
             ("encode parameters", encode),
             ("gather parameters", self._gather(received, self._send)),
@@ -174,7 +166,9 @@ class Gathers:
         """Measures the next message of :meth:`fitted`; None if messages have one size."""
         if not self.measured:
             return None
-        measure = [self._note(self._measured_fingerprint)] if self._unit.keeps_copy else []
+        measure = []
+        if self._unit.keeps_copy:
+            measure.append(self._fingerprint(self._measured_fingerprint))
         for segment, place in self.measured.items():
             columns = slice(segment.start, segment.stop)
             old = self.copy.row(OWN)[columns]
@@ -218,7 +212,7 @@ class Gathers:
         return self._read(self.changed_early)
 
     def _read(self, changed: Place) -> Program:
-        steps = [self._compare(changed), *self._share(changed)]
+        steps = [self._fingerprint(self.fingerprint, changed), *self._share(changed)]
         return self._program(("gather parameters", steps))
 
     @cached_property
@@ -253,7 +247,7 @@ class Gathers:
                 unfit.append(Launch(Spoil(), (self._out[columns][:1], flag)))
         encode = self._encode(self._inp)
         if keep:
-            encode = with_fingerprint(encode, self._note())
+            encode = with_fingerprint(encode, self._fingerprint(self.fingerprint))
         return self._program(
             ("encode parameters", encode),
             ("gather parameters", gather),
@@ -266,76 +260,57 @@ class Gathers:
             return Place("kept_message", shape, torch.int32, "kept")
         return Place("parameters_recv", shape, torch.int32)
 
-    def _note(self, fingerprint: Place | None = None) -> Launch:
-        return Launch(Fingerprint(), (self._inp, self._sums, fingerprint or self.fingerprint))
-
-    def _compare(self, changed: Place, before: Place | None = None) -> Launch:
-        places = (self._inp, self._sums, before or self.fingerprint, changed)
-        return Launch(Fingerprint(), places)
+    def _fingerprint(self, before: Place, *changed: Place) -> Launch:
+        """Takes a fingerprint, or compares one: see :class:`Fingerprint`."""
+        return Launch(Fingerprint(), (self._inp, self._sums, before, *changed))
 
     def _encode(self, x: Place) -> list[Step]:
-        return together(
-            x,
-            (
-                launch
-                for segment, columns, words in self._spans
-                for launch in segment.codec.encoding(x[columns], self._send[words])
-            ),
-        )
+        launches = []
+        for segment, columns, words in self._spans:
+            launches += segment.codec.encoding(x[columns], self._send[words])
+        return together(x, launches)
 
     def _encode_changes(self, *, exact: bool = True) -> list[Step]:
-        """Args:
-        exact: whether to encode exact segments, too.
-        """
-        return together(self._inp, self._each_change(exact))
-
-    def _each_change(self, exact: bool) -> Iterator[Launch]:
+        """``exact``: whether to encode exact segments, too."""
         changes = Place("changes", self._inp.shape, torch.float32)
-        own = self.copy.row(OWN)
+        own, launches = self.copy.row(OWN), []
         lossy = (s for s in self._unit.segments if s.codec.of_changes and s not in self.measured)
         for span in _joined(lossy):
-            yield Launch(Subtract(), (self._inp[span], own[span], changes[span]))
+            launches.append(Launch(Subtract(), (self._inp[span], own[span], changes[span])))
         for segment, columns, words in self._spans:
-            x = self._inp[columns]
+            x, codec = self._inp[columns], segment.codec
             if segment in self.measured and not exact:
                 continue
-            if isinstance(segment.codec, ExactChanges):
+            if isinstance(codec, ExactChanges):
                 places = (x, own[columns], self.measured[segment], self._send[words])
-                yield Launch(EncodeExact(segment.codec.layout), places, segment.codec.name)
+                launches.append(Launch(EncodeExact(codec.layout), places, codec.name))
                 continue
-            if segment.codec.of_changes:
+            if codec.of_changes:
                 if segment.frozen:
                     # A mask's infinities do not change, but their difference would be NaN.
                     places = (x, own[columns], changes[columns])
-                    yield Launch(ClearUnchanged(), places, segment.codec.name)
+                    launches.append(Launch(ClearUnchanged(), places, codec.name))
                 x = changes[columns]
-            yield from segment.codec.encoding(x, self._send[words])
+            launches += codec.encoding(x, self._send[words])
+        return together(self._inp, launches)
 
     def _decode(
         self, received: Place, rows: Place, *, check: bool = False, exact: bool = True
     ) -> list[Step]:
-        """Args:
-        check: whether rows become NaN if :attr:`changed` is set.
-        exact: whether to decode exact segments, too.
-        """
-        launches = [
-            launch
-            for segment, columns, words in self._spans
-            if exact or segment not in self.measured
-            for launch in segment.codec.decoding(received[words], rows[columns])
-        ]
+        """``check``: whether rows become NaN if :attr:`changed` is set; ``exact``: whether exact
+        segments are decoded, too."""
+        launches = []
+        for segment, columns, words in self._spans:
+            if exact or segment not in self.measured:
+                launches += segment.codec.decoding(received[words], rows[columns])
         if check:
-            nothing = DenseLayout(rows.dtype, ())
-            places = (received, rows, None, self.changed)
-            launches.append(Launch(Sum(layout=nothing), places))
+            nothing = Sum(layout=DenseLayout(rows.dtype, ()))
+            launches.append(Launch(nothing, (received, rows, None, self.changed)))
         return together(rows, launches)
 
     def _gather(self, out: Place, inp: Place) -> Iterator[Step]:
         yield Send("all-gather", self._level, self._unit.peers, out, inp, "messages")
         yield Wait("messages")
-
-    def _send_rows(self) -> Iterator[Step]:
-        return self._gather(self.copy, self.copy.row(OWN))
 
     def _share(self, changed: Place | None = None) -> Iterator[Step]:
         """The copy, or NaN if ``changed`` is set."""

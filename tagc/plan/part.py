@@ -17,9 +17,8 @@ from functools import cached_property
 from tagc.codecs.feedback import OWNER_RESIDUAL
 from tagc.ops.launches import Copy, Mark, PutBack, Runs
 from tagc.ops.program import OWN, Launch, Place, Step
-from tagc.plan.messages import Segment
 from tagc.plan.two_shots import slicing_of
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import Segment, UnitPlan
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from tagc.codecs import CodecPlan
 from tagc.codecs.exact import ExactChanges
-from tagc.plan.messages import Segment
 from tagc.plan.programs import Memory, bytes_in_step, memory_of
 from tagc.plan.sites import anchor_bytes, exchange_buffers
 from tagc.plan.table import Row, as_text, format_bytes, merged
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import Segment, UnitPlan
 from tagc.plan.units import UnitParam
 from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
 

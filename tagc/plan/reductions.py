@@ -24,10 +24,12 @@ from tagc.ops.dense import STAMP_WORDS, DenseLayout
 from tagc.ops.launches import (
     Advance,
     ByNeighbour,
+    ByRank,
     Copy,
     Divide,
     Expand,
     Pick,
+    Pieces,
     Put,
     Saturate,
     Sum,
@@ -35,18 +37,14 @@ from tagc.ops.launches import (
     together,
 )
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
-from tagc.ops.sampling import (
-    CompareNoise,
-    SampleGradient,
-    noise_samples,
-)
-from tagc.plan.flat_rows import arranging, is_rearranged, restoring
-from tagc.plan.messages import MessagePlan, Segment
+from tagc.ops.sampling import CompareNoise, SampleGradient, noise_samples
+from tagc.plan.param_slices import filled_columns, is_whole, param_slices
 from tagc.plan.part import Part, preserving
 from tagc.plan.two_shots import slicing_of
-from tagc.plan.unit_plan import UnitPlan
+from tagc.plan.unit_plan import COLLECTIVES, MessagePlan, Segment, UnitPlan
 
-Ranges = list[tuple[str, list[Step]]]
+Range = tuple[str, list[Step]]
+Ranges = Iterator[Range]
 
 
 class Variant(NamedTuple):
@@ -73,12 +71,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Messages that a rank encodes.
-
-    Attributes:
-        stage: whom they are for.
-        residual: the name of the residuals; None if there are none.
-    """
+    """Messages that a rank encodes: whom they are for, and the name of their residuals, if any."""
 
     stage: Stage
     messages: MessagePlan
@@ -112,41 +105,31 @@ class Reductions:
 
     def __init__(self, unit: UnitPlan) -> None:
         self._unit, info = unit, unit.info
-        self._what = (
-            "the average over replicas"
-            if unit.direction == "replicas"
-            else "the reduction of gradients"
-        ) + f" of unit {info.label!r}"
+        self._what = f"{COLLECTIVES[unit.direction]} of unit {info.label!r}"
         self._hosts = info.ranks_per_host > 1
         self._level: Level = "across" if self._hosts else "flat"
-        self.messages = unit.messages if unit.shots is None else unit.shots.reduce
+        self.messages = messages = unit.messages
         # Segments of slices have other columns than in the unit.
-        shots = () if unit.shots is None else (unit.shots.reduce, unit.shots.gather)
         self._starts = {
             id(part): whole.start
-            for messages in (unit.messages, *shots)
-            for part, whole in zip(messages.segments, unit.segments, strict=True)
+            for found in unit.flights.values()
+            for part, whole in zip(found.segments, unit.segments, strict=True)
         }
-        sketched = [s for s in self.messages.spans if isinstance(s.segment.codec, SketchPlan)]
-        self.sketches: Sketches | None = None
-        if sketched:
-            self.sketches = Sketches(
-                sketched,
-                rows=self.messages.made,
-                ranks=self.messages.read,
-                level=self._level,
-                for_all=self.messages.for_all,
-            )
-        self.total = Place(
-            "inside_sum", (unit.rows // info.ranks_per_host, unit.columns), info.dtype
+        sketched = [s for s in messages.spans if isinstance(s.segment.codec, SketchPlan)]
+        rows, ranks, for_all = messages.made, messages.read, messages.for_all
+        self.sketches = (
+            Sketches(sketched, rows=rows, ranks=ranks, level=self._level, for_all=for_all)
+            if sketched
+            else None
         )
+        each = unit.rows // info.ranks_per_host
+        self.total = Place("inside_sum", (each, unit.columns), info.dtype)
         self.stamp = Place("stamp", (STAMP_WORDS,), torch.int32, "kept")
         self.mistaken = Place("stamps_differ", (1,), torch.bool, "flag")
-        n = len(unit.compressed)
-        self.noise = Place("noise", (n, 2), torch.float64, "state")
+        self.noise = Place("noise", (len(unit.compressed), 2), torch.float64, "state")
         self.noise_step = Place("noise_step", (), torch.int64, "kept")
         own: Stage = "replicas" if unit.direction == "replicas" else "gradients"
-        self._first = Encoding(own, self.messages, "residual")
+        self._first = Encoding(own, messages, "residual")
         self.encodings: dict[Stage, Encoding] = {own: self._first}
         if unit.shots is not None:
             self.encodings["owners"] = Encoding("owners", unit.shots.gather, OWNER_RESIDUAL)
@@ -168,81 +151,69 @@ class Reductions:
 
     def in_order(self, *, stamped: bool) -> Iterator[Program]:
         """The programs for whole units, in the order of a run."""
-        variants = []
         if self._hosts and (not self._unit.compressed or self._unit.warmup_steps):
-            variants.append(Variant(messages=False))
+            yield self.lower(Variant(messages=False))
         if self._unit.compressed:
-            whole = Variant(stamped=stamped)
-            variants += [whole._replace(begun=False), whole]
-        return map(self.lower, variants)
+            yield self.lower(Variant(stamped=stamped, begun=False))
+            yield self.lower(Variant(stamped=stamped))
 
     @cached_property
     def rules(self) -> dict[int, FeedbackRule]:
         """The feedback rules, by the segment's first column in the unit."""
-        found = {s.start: s.codec.feedback for s in self._unit.segments}
-        return {start: rule for start, rule in found.items() if rule is not None}
+        found = ((s.start, s.codec.feedback) for s in self._unit.segments)
+        return {start: rule for start, rule in found if rule is not None}
 
     def start(self, seed: int) -> Program:
         """The first values of the state, and constants."""
-        steps: list[Step] = []
-        if self.sketches is not None:
-            steps += self.sketches.start(seed)
+        steps = () if self.sketches is None else self.sketches.start(seed)
         return Program.of(self._what, [("start", steps)])
 
     def lower(self, variant: Variant) -> Program:
         """The program of a variant."""
         unit, dtype, columns = self._unit, self._unit.info.dtype, self._unit.buffer_columns
         part = None if variant.reached is None else Part(unit, variant.reached)
-
-        def late(name: str, rows: int) -> Place:
-            return Place(name, (rows, columns if part is None else part.columns), dtype, "late")
-
-        inp, out = late("inp", unit.rows), late("out", unit.received_rows)
-        parts: Ranges = []
-        whole_inp, whole_out = inp, out
-        if part is not None:
-            whole_inp = Place("part_expanded", (unit.rows, columns), dtype)
-            # In place where all ranks get all rows, as natives do.
-            whole_out = whole_inp
-            if not unit.all_reduced:
-                whole_out = Place("part_reduced", (unit.received_rows, columns), dtype)
-            if variant.levels != "across":
-                expand = Launch(Expand(part.runs), (inp, whole_inp))
-                parts.append(("encode", [expand]))
-        body = self._body(variant, whole_inp, whole_out)
+        width = columns if part is None else part.columns
+        inp = Place("inp", (unit.rows, width), dtype, "late")
+        out = Place("out", (unit.received_rows, width), dtype, "late")
         if part is None:
-            parts += body
-        else:
-            parts += self._aside(part, body) if variant.messages else body
-            if variant.levels != "inside":
-                parts.append(("decode", [Launch(Pick(part.runs), (whole_out, out))]))
-        return Program.of(self._what, parts)
+            return Program.of(self._what, self._body(variant, inp, out))
+        expanded = Place("part_expanded", (unit.rows, columns), dtype)
+        # In place where all ranks get all rows, as natives do.
+        reduced = expanded
+        if not unit.all_reduced:
+            reduced = Place("part_reduced", (unit.received_rows, columns), dtype)
+        body = [*self._body(variant, expanded, reduced)]
+        if variant.messages:
+            body = self._aside(part, body)
+        if variant.levels != "across":
+            body.insert(0, ("encode", [Launch(Expand(part.runs), (inp, expanded))]))
+        if variant.levels != "inside":
+            body.append(("decode", [Launch(Pick(part.runs), (reduced, out))]))
+        return Program.of(self._what, body)
 
     def _body(self, variant: Variant, inp: Place, out: Place) -> Ranges:
         unit, info = self._unit, self._unit.info
-        parts: Ranges = []
         divisor = info.world_size if variant.mean else 1
         average = out
         if self._hosts:
             if variant.levels != "across":
                 inside = unit.inside if variant.messages else None
-                parts.append(("add inside the host", list(self._inside(inp, inside))))
+                yield "add inside the host", [*self._inside(inp, inside)]
             if variant.levels == "inside":
-                return parts
+                return
             inp = self.total
             if unit.all_reduced:
                 average = Place("host_average", (1, unit.columns), info.dtype)
         if not variant.messages:
-            parts.append(("exchange", list(self._sum(inp, average, divisor))))
+            yield "exchange", [*self._sum(inp, average, divisor)]
         elif unit.shots is None:
-            parts += self._in_messages(variant, inp, average, divisor)
+            yield from self._in_messages(variant, inp, average, divisor)
         else:
-            parts += self._in_two_shots(variant, inp, average, divisor)
+            yield from self._in_two_shots(variant, inp, average, divisor)
         if average is not out:
             ranks = info.ranks_per_host
             send = Send("all-gather", "inside", ranks, out, average, "averages")
-            parts.append(("hand on", [send, Wait("averages")]))
-        return parts
+            yield "hand on", [send, Wait("averages")]
 
     def _sum(self, inp: Place, out: Place, divisor: int) -> Iterator[Step]:
         """Sums of gradients in their own dtype, which are then divided."""
@@ -279,28 +250,21 @@ class Reductions:
             yield Launch(ByNeighbour(), (encoded, send))
         yield Send("all-to-all", "inside", ranks, received, send, "messages_inside")
         yield Wait("messages_inside")
-        yield from together(
-            total,
-            (
-                launch
-                for span in messages.spans
-                for launch in span.segment.codec.summing(
-                    received[span.words], total[span.columns], 1
-                )
-            ),
-        )
+        launches = []
+        for segment, columns, words in messages.spans:
+            launches += segment.codec.summing(received[words], total[columns], 1)
+        yield from together(total, launches)
 
     def _in_messages(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
-        unit = self._unit
-        begin, end = [], []
-        if is_rearranged(unit):
+        unit, begin, end = self._unit, [], []
+        if unit.info.flat is not None and not is_whole(unit.info, unit.segments[0].params):
             rows = Place("flat_grad", (unit.rows, unit.columns), inp.dtype)
-            begin, inp = [Launch(arranging(unit), (inp, rows))], rows
+            begin, inp = [Launch(_arranging(unit), (inp, rows))], rows
             shard = Place("flat_shard", (1, unit.columns), out.dtype)
-            end, out = [Launch(restoring(unit), (shard, out))], shard
+            end, out = [Launch(_restoring(unit), (shard, out))], shard
         look, compare = self._measuring(variant, inp, out, divisor)
-        parts = self._shot(variant, [*begin, *look], inp, out, divisor)
-        return [*parts, ("decode", [*compare, *end])]
+        yield from self._shot(variant, [*begin, *look], inp, out, divisor)
+        yield "decode", [*compare, *end]
 
     def _in_two_shots(self, variant: Variant, inp: Place, out: Place, divisor: int) -> Ranges:
         unit, shots = self._unit, self._unit.shots
@@ -311,37 +275,29 @@ class Reductions:
         look, compare = self._measuring(variant, inp, out, divisor)
         slicing = slicing_of(unit)
         cut = Launch(slicing, (inp, slices))
-        parts = self._shot(variant, [*look, cut], slices, total, divisor)
+        yield from self._shot(variant, [*look, cut], slices, total, divisor)
         # Sums are not rounded before they are encoded. Ranks that were in lockstep in the first
         # shot are so in the second: it has no stamps.
         own = Place("sums_send", (1, words), torch.int32)
         received = Place("sums_recv", (owners, words), torch.int32)
-        spans = shots.gather.spans
-        steps: list[Step] = together(
-            total, self._encode(self.encodings["owners"], total, own, Variant())
-        )
+        steps = together(total, self._encode(self.encodings["owners"], total, own, Variant()))
         steps += [
             Send("all-gather", self._level, owners, received, own, "sums_of_slices"),
             Wait("sums_of_slices", turn=True),
         ]
-        wide = Place("slices", (owners, columns), torch.float32)
-        steps += together(
-            wide,
-            (
-                launch
-                for span in spans
-                for launch in span.segment.codec.decoding(received[span.words], wide[span.columns])
-            ),
-        )
+        wide, decode = Place("slices", (owners, columns), torch.float32), []
+        for segment, span, part in shots.gather.spans:
+            decode += segment.codec.decoding(received[part], wide[span])
+        steps += together(wide, decode)
         steps += [Launch(replace(slicing, back=True, empty=()), (wide, out)), *compare]
-        return [*parts, ("second shot", steps)]
+        yield "second shot", steps
 
     def _shot(
         self, variant: Variant, first: Sequence[Step], inp: Place, out: Place, divisor: int
     ) -> Ranges:
         """Messages about the rows ``[D, S]`` of ``inp``, and the sum of those about this rank's
         row."""
-        messages = self.messages
+        messages, sketches = self.messages, self.sketches
         send = Place("message_send", (messages.made, messages.row_words), torch.int32)
         received = Place("message_recv", (messages.read, messages.row_words), torch.int32)
         encode: list[Step] = [*self._encode(self._first, inp, send, variant)]
@@ -350,28 +306,27 @@ class Reductions:
         tail = DenseLayout(inp.dtype, (), tail=messages.words)
         if stamped:
             encode.append(Launch(Put(tail), (inp, send, self.stamp)))
-        encode = [*first, *together(inp, encode)]
+        yield "encode", [*first, *together(inp, encode)]
         kind = "all-gather" if messages.for_all else "all-to-all"
         exchange: list[Step] = [
             Send(kind, self._level, messages.read, received, send, "messages", messages.sent)
         ]
-        sketches = self.sketches
         if sketches is not None:
             exchange += sketches.beside()
         exchange.append(Wait("messages", turn=True))
         if sketches is not None:
             exchange.append(Wait("cells"))
+        yield "exchange", exchange
         decode = [
             step for span in messages.spans for step in self._decode(span, received, out, divisor)
         ]
         if stamped:
-            flags = (self.stamp, self.mistaken)
             total = Sum(layout=tail, divisor=divisor)
-            decode.append(Launch(total, (received, out, *flags)))
+            decode.append(Launch(total, (received, out, self.stamp, self.mistaken)))
         decode = together(out, decode)
         if sketches is not None:
             decode += sketches.count()
-        return [("encode", encode), ("exchange", exchange), ("decode", decode)]
+        yield "decode", decode
 
     def _encode(
         self, encoding: Encoding, x: Place, message: Place, variant: Variant
@@ -386,9 +341,9 @@ class Reductions:
             codec = span.segment.codec
             if isinstance(codec, SketchPlan):
                 continue
-            part, residual = x[span.columns], self._residual(span.segment, encoding)
+            residual = self._residual(span.segment, encoding)
             own = seeds.row(dithered.index(span)) if span in dithered else None
-            yield from codec.encoding(part, message[span.words], residual, own)
+            yield from codec.encoding(x[span.columns], message[span.words], residual, own)
 
     def _decode(
         self, span: Span[Segment], received: Place, out: Place, divisor: int
@@ -445,7 +400,7 @@ class Reductions:
             [Launch(compare, (out, self.noise_step, own, self.noise))],
         )
 
-    def _aside(self, part: Part, body: Ranges) -> Ranges:
+    def _aside(self, part: Part, body: list[Range]) -> list[Range]:
         """Preserve the feedback state of parameters that the backward did not reach: copy it
         before, and put it back after. Messages carry some of these residuals, but FSDP has no
         buffer for the result."""
@@ -464,3 +419,51 @@ class Reductions:
         return self.sketches is not None and not any(
             part.reaches(span.segment) for span in self.sketches.spans
         )
+
+
+# Rearranging FSDP1's flat gradient so that segments are columns: :mod:`tagc.plan.param_slices` says
+# which elements go where. Those in no segment (padding and frozen parameters) are dropped on the
+# way in and come out as zeros.
+
+
+def _arranging(unit: UnitPlan) -> Pieces:
+    """``(gradient [W, S], rows [W, columns])``."""
+    unused = [
+        (slice(row, row + 1), slice(segment.start + used, segment.stop))
+        for segment in unit.segments
+        for row, used in enumerate(filled_columns(unit.info, segment.params))
+        if used < segment.columns
+    ]
+    pieces = []
+    for row, copies in enumerate(_copies(unit)):
+        before = row * unit.buffer_columns
+        for start, column, n in copies:
+            block = slice(row, row + 1), slice(column, column + n)
+            pieces.append((before + start, before + start + n, *block))
+    return Pieces(tuple(pieces), tuple(unused))
+
+
+def _restoring(unit: UnitPlan) -> ByRank:
+    """``(shard [1, columns], out [1, S])``, of every rank."""
+    everything = ((slice(None), slice(None)),)
+    ranks = []
+    for copies in _copies(unit):
+        pieces = [(a, a + n, slice(0, 1), slice(column, column + n)) for a, column, n in copies]
+        gaps = sum(n for _, _, n in copies) < unit.buffer_columns
+        ranks.append(Pieces(tuple(pieces), everything if gaps else (), back=True))
+    return ByRank(tuple(ranks))
+
+
+def _copies(unit: UnitPlan) -> list[list[tuple[int, int, int]]]:
+    """For each row, elements that are contiguous both in FSDP's row and in ours: the first in each,
+    and how many."""
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(unit.info.world_size)]
+    for segment in unit.segments:
+        for piece in param_slices(unit.info, segment.params):
+            row, column, length = rows[piece.row], segment.start + piece.column, piece.length
+            start, at, n = row[-1] if row else (0, 0, 0)
+            if n and (start + n, at + n) == (piece.start, column):  # it continues the last one
+                row[-1] = start, at, n + length
+            else:
+                row.append((piece.start, column, length))
+    return rows

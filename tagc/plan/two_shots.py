@@ -23,9 +23,8 @@ import torch
 
 from tagc.codecs import Cut
 from tagc.ops.launches import Pieces
-from tagc.plan.messages import MessagePlan, Segment
 from tagc.plan.param_slices import ParamSlice
-from tagc.plan.unit_plan import TwoShots, UnitPlan
+from tagc.plan.unit_plan import MessagePlan, Segment, TwoShots, UnitPlan
 
 
 def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:

@@ -16,7 +16,7 @@ from tagc.ops import Ops, get_ops
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.sketch import SketchLayout
 
-_NO_OPERATORS = ("prepare", "release")
+_NO_OPERATORS = ("release",)
 OPERATORS = tuple(name for name in dir(Ops) if name[0] != "_" and name not in _NO_OPERATORS)
 # Kernels may take several rows at a time, a divisor of this number; further rows are no new case.
 ROWS = 8

@@ -31,7 +31,7 @@ from tagc.collect.transport import timeout_of
 from tagc.handle.collectives import on_gloo, with_kernels
 from tagc.handle.compressor import attached
 from tagc.plan import Plan, as_list, between_sites, build_plan
-from tagc.plan.messages import MESSAGE_FORMAT
+from tagc.plan.unit_plan import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.roles import plain_name
 from tagc.policy.rules import SitesConfig

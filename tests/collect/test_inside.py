@@ -45,7 +45,7 @@ def test_what_fits_is_added_up_as_it_is(rank: int, world_size: int) -> None:
         for mine, theirs in zip(results[inside], results["native"], strict=True):
             assert torch.equal(mine, theirs)
         sent[inside] = bytes_inside(plan_of(world_size, inside))
-    dense = sum(s.columns for s in native.dense)
+    dense = sum(s.columns for s in native.segments if not s.compressed)
     rows = 2 * 4  # two hosts, a neighbour each; bytes of a word
     assert sent["native"] == rows * native.columns
     # 911 and 303 columns: words of two elements, or blocks of 256 with half a word each; segments
@@ -79,7 +79,7 @@ def test_what_is_rounded_by_chance_is_right_on_average(rank: int, world_size: in
         # If they are independent, the mean square is a 16th; allow for twice that.
         pair = [off[s.start : s.stop].square().mean() for off in (mean, once)]
         assert 0 < pair[0] < pair[1] / 8
-    for s in plan.dense:
+    for s in (s for s in plan.segments if not s.compressed):
         # But for the rounding of float32, of every step or micro-batch.
         assert mean[s.start : s.stop].abs().max() < 2**-24 * (repeats + 4) * buffers.abs().max()
 

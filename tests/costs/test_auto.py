@@ -294,3 +294,18 @@ def test_units_that_chose_differently_are_named(tmp_path: Path) -> None:
     assert "plan().freeze(" in str(plan)
     with pytest.raises(ValueError, match="'hybrid' has nothing to freeze: it has no codec auto"):
         tagc.explain(shapes, "hybrid", world_size=4).freeze(tmp_path / "none.yaml")
+
+
+def test_a_choice_beside_messages_of_varying_sizes_can_be_kept(tmp_path: Path) -> None:
+    """Those keep no message for a backward, and the file of the choice says so."""
+    exact = {"when": {"role": "attention"}, "codec": {"kind": "exact", "keep_copy": False}}
+    auto = {"when": {}, "codec": {"kind": "auto", "memory": 1.2, "min_bits": 8}}
+    rules = {"gradients": [{"when": {}, "codec": {"kind": "dense"}}], "parameters": [exact, auto]}
+    shapes = {"layers.0.wq.weight": (512, 512), "layers.0.mlp.w1.weight": (4096, 512)}
+    how: Any = {"world_size": 4, "parameter_dtype": torch.bfloat16}
+    link = Link(bandwidth=1e6, latency=1e-4)
+    plan = tagc.explain(shapes, {"schema": 1, **rules}, link=link, **how)
+    assert "keep_for_backward: false" in plan.frozen
+    plan.freeze(tmp_path / "chosen.yaml")
+    kept = tagc.explain(shapes, tmp_path / "chosen.yaml", **how)
+    assert kept.parameters == plan.parameters

@@ -54,7 +54,7 @@ def recorded() -> Iterator[dict[int, Tensor]]:
         sent.clear()
         reduce_(self, out, inp, *how, reached=reached)
         add(self, size)
-        matrices = self.plan.of(MatrixPlan)
+        matrices = [s for s in self.plan.segments if isinstance(s.codec, MatrixPlan)]
         if matrices and sent:
             # After slices, encoded for every owner at once, come their sums.
             whole = self.plan.shots is None
