@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +58,9 @@ class DDPUnit(Unit):
         hook = getattr(module, _ATTRIBUTE, None)
         if hook is None:
             hook = _Hook(module)
-            module.register_comm_hook(hook, _reduce_bucket)
+            module.register_comm_hook(hook, _Hook.reduce)
             # DDP's list only notes it, and a copy of the module would take it over.
-            module._comm_hooks.remove((_reduce_bucket, hook))
+            module._comm_hooks.remove((_Hook.reduce, hook))
             object.__setattr__(module, _ATTRIBUTE, hook)
         may_be_unused = module.find_unused_parameters or module.static_graph
         hook.add(_Collected(self, reducer, may_be_unused=may_be_unused))
@@ -81,11 +80,6 @@ class DDPUnit(Unit):
         return whole_on_hosts(self.info, ranks)
 
 
-def _note(used: set[int], index: int, param: Tensor) -> None:
-    """A hook of a parameter, which must not hold the parameter."""
-    used.add(index)
-
-
 class _Collected:
     """The gradients of one unit that have arrived in this backward."""
 
@@ -99,12 +93,14 @@ class _Collected:
         self._hooks = []
         if may_be_unused:
             # What earlier backwards left in gradients, in `no_sync`, is used.
-            self._used = {i for i, param in enumerate(unit._params) if param.grad is not None}
+            used = {i for i, param in enumerate(unit._params) if param.grad is not None}
             # They run before DDP's own, so that a bucket comes after the notes on all it contains.
+            # Hooks must not hold their parameters.
             self._hooks = [
-                param.register_post_accumulate_grad_hook(partial(_note, self._used, i))
+                param.register_post_accumulate_grad_hook(lambda _, i=i: used.add(i))
                 for i, param in enumerate(unit._params)
             ]
+            self._used = used
 
     def used_on_any_rank(self, used: set[int]) -> list[bool]:
         """Which parameters any rank used, the same on all ranks; then start over."""
@@ -118,12 +114,6 @@ class _Collected:
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    @property
-    def missing(self) -> list[str]:
-        """The names of the parameters whose gradients are not here."""
-        params = enumerate(self.unit.info.params)
-        return [param.name for i, param in params if i not in self.views]
 
     def reduce(self) -> None:
         """Replace the gradients by their average over all ranks."""
@@ -159,7 +149,7 @@ class _Hook:
         device = next(module.module.parameters()).device
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._units: list[_Collected] = []
+        self.units: list[_Collected] = []
         self.clear()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -168,28 +158,23 @@ class _Hook:
 
     def add(self, collected: _Collected) -> None:
         """From now on, reduce this unit."""
-        at = len(self._units)
-        self._units.append(collected)
+        at = len(self.units)
+        self.units.append(collected)
         self._places |= {id(p): (at, i) for i, p in enumerate(collected.unit._params)}
-
-    @property
-    def used(self) -> bool:
-        """Whether it reduces units, and does not only what DDP does."""
-        return bool(self._units)
 
     def clear(self) -> None:
         """From now on, reduce as DDP does."""
-        for unit in self._units:
+        for unit in self.units:
             unit.remove_hooks()
-        self._units = []
+        self.units = []
         # Of each parameter: its unit, and its index there.
         self._places: dict[int, tuple[int, int]] = {}
         self._waiting: list[tuple[set[int], Future[Tensor], Tensor]] = []
 
-    def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Take in a bucket; reduce the units that it completes."""
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: take in a bucket, reduce the units that it completes."""
         _check_join(self._module())
-        if not self.used:
+        if not self.units:
             return allreduce_hook(self._group, bucket)
         with self._beside_backward():
             mine = set()
@@ -197,29 +182,26 @@ class _Hook:
                 if id(param) not in self._places:
                     raise _changed(f"a parameter of shape {list(param.shape)}")
                 at, i = self._places[id(param)]
-                self._units[at].views[i] = view
+                self.units[at].views[i] = view
                 mine.add(at)
             done: Future[Tensor] = Future(devices=[self._device] if self._stream else [])
             self._waiting.append((mine, done, bucket.buffer()))
             for at in sorted(mine):
-                unit = self._units[at]
+                unit = self.units[at]
                 if len(unit.views) == len(unit.unit._params):
                     unit.reduce()
                     for units, _, _ in self._waiting:
                         units.discard(at)
-            self._resolve()
+            waiting = self._waiting
+            self._waiting = [bucket for bucket in waiting if bucket[0]]
+            for units, completed, buffer in waiting:
+                if not units:
+                    completed.set_result(buffer)
         if bucket.is_last() and self._waiting:
-            raise _changed(as_list([n for unit in self._units for n in unit.missing if unit.views]))
+            pairs = [(u, i) for u in self.units if u.views for i in range(len(u.unit._params))]
+            missing = [u.unit.info.params[i].name for u, i in pairs if i not in u.views]
+            raise _changed(as_list(missing))
         return done
-
-    def _resolve(self) -> None:
-        """Complete the buckets that no unit waits for."""
-        waiting, self._waiting = self._waiting, []
-        for units, done, buffer in waiting:
-            if units:
-                self._waiting.append((units, done, buffer))
-            else:
-                done.set_result(buffer)
 
     def _beside_backward(self) -> AbstractContextManager[Any]:
         """On a GPU, a stream of its own, behind the backward so far."""
@@ -254,11 +236,6 @@ def gradients_of(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
             f"tagc: this torch's DDP has buckets of {buffer.numel()} elements for parameters of "
             f"{at}, which tagc does not know; leave tagc out, and tell us"
         )
-
-
-def _reduce_bucket(hook: _Hook, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's communication hook."""
-    return hook(bucket)
 
 
 def _check_join(module: Any) -> None:
@@ -311,7 +288,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _check(name: str, module: DistributedDataParallel) -> None:
-    if (hook := getattr(module, _ATTRIBUTE, None)) is not None and hook.used:
+    if (hook := getattr(module, _ATTRIBUTE, None)) is not None and hook.units:
         raise ValueError(
             f"{name!r} is already wrapped, by itself or as a part of another model; call "
             "tagc.compressor(that_model).remove() first"
