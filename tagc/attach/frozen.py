@@ -43,12 +43,9 @@ class ShardValues:
         return ShardValues(max(self.largest, other.largest), few)
 
 
-FrozenValues = Mapping[str, ShardValues]
-"""The facts by the parameter's name."""
-
-
-def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
-    """Look at this rank's shards of all gathered frozen parameters. Waits for the device."""
+def look_at_frozen(units: Sequence[Unit]) -> dict[str, ShardValues]:
+    """Look at this rank's shards of all gathered frozen parameters, by name. Waits for the
+    device."""
     return {
         name: _values_of(shard)
         for unit in units
@@ -57,7 +54,7 @@ def look_at_frozen(units: Sequence[Unit]) -> FrozenValues:
     }
 
 
-def with_specials(units: Sequence[Unit], seen: FrozenValues) -> list[Unit]:
+def with_specials(units: Sequence[Unit], seen: Mapping[str, ShardValues]) -> list[Unit]:
     """The units, with the special values that all ranks together saw in frozen parameters."""
     found = []
     for unit in units:

@@ -33,13 +33,12 @@ class Levels:
     @property
     def notes(self) -> tuple[str, ...]:
         """For users: how the ranks are laid out on hosts, and why."""
-        notes = {}
+        notes = []
         for ranks, layout in self._layouts.items():
             R = layout.ranks_per_host
             two = f"two levels, {len(ranks) // R} hosts of {R} ranks"
-            text = two if R > 1 else "every rank sends for itself"
-            notes[f"hosts: {text} ({layout.why})"] = None
-        return tuple(notes)
+            notes.append(f"hosts: {two if R > 1 else 'every rank sends for itself'} ({layout.why})")
+        return tuple(dict.fromkeys(notes))
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter, with the layout of its ranks on hosts."""

@@ -148,14 +148,14 @@ class Metrics:
 
 def collect(
     reducers: Sequence[UnitReducer],
-    replicas: Sequence[UnitReducer] = (),
-    gatherers: Sequence[UnitGatherer] = (),
+    replicas: Sequence[UnitReducer],
+    gatherers: Sequence[UnitGatherer],
     *,
-    native_bytes: float = 0.0,
-    parameter_error: float = 0.0,
-    noise_factor: float = math.nan,
-    tuning: Tuning | None = None,
-    dimensions: Mapping[str, DimensionBytes] | None = None,
+    native_bytes: float,
+    parameter_error: float,
+    noise_factor: float,
+    tuning: Tuning | None,
+    dimensions: Mapping[str, DimensionBytes],
 ) -> Metrics:
     """Read the counters of all units. Waits for the device. ``native_bytes`` are those that FSDP's
     own all-gathers send in a step of one backward."""
@@ -166,7 +166,11 @@ def collect(
     selectable = sum(
         c.elements * r.counters.compressed_steps * r.plan.messages.made for c, r in counts
     )
-    unions = [(c.union, c.elements * r.counters.compressed_steps) for c, r in counts]
+    unions = [
+        (c.union, c.elements * r.counters.compressed_steps)
+        for c, r in counts
+        if c.union is not None
+    ]
     norms = [
         torch.linalg.vector_norm(residual.float(), dtype=torch.float64).item()
         for r in all_reducers
@@ -202,17 +206,13 @@ def collect(
         replica_dense_bytes=_dense_bytes(replicas),
         density_target=_share(sum(c.target * c.elements for c, _ in counts), elements, 1.0),
         density=_share(sum(c.selected for c, _ in counts), selectable, nothing),
-        union_density=_share(
-            sum(union for union, _ in unions if union is not None),
-            sum(own for union, own in unions if union is not None),
-            nothing,
-        ),
+        union_density=_share(sum(u for u, _ in unions), sum(own for _, own in unions), nothing),
         unresolved=sum(c.unresolved for c, _ in counts),
         residual_norm=math.hypot(*norms),
         noise_factor=noise_factor,
         rate_factor=tuning.rate_factor if tuning else math.nan,
         norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
-        dimensions=dimensions or {},
+        dimensions=dimensions,
     )
 
 
@@ -223,8 +223,8 @@ def _share(part: float, whole: float, nothing: float) -> float:
 def _dense_bytes(reducers: Sequence[UnitReducer], *, compressed: bool = False) -> int:
     total = 0
     for reducer in reducers:
-        plan = reducer.plan
-        columns = sum(plan.dense_columns(s.params) for s in plan.compressed)
-        columns = columns if compressed else plan.buffer_columns
+        plan, columns = reducer.plan, reducer.plan.buffer_columns
+        if compressed:
+            columns = sum(plan.dense_columns(s.params) for s in plan.compressed)
         total += int(plan.dense_bytes(columns)) * reducer.counters.steps
     return total

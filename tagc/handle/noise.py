@@ -176,9 +176,7 @@ class LearningRateScaling:
                     "relative_step=False)"
                 )
         _warn_of_few_bits(optimizer, noise)
-        # The user's groups, during a step; and the user's group of each part, the part, and its
-        # values before the step.
-        self._groups: list[dict[str, Any]] = []
+        # During a step: the user's group of each part, the part, and its values before the step.
         self._parts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
@@ -263,9 +261,8 @@ class LearningRateScaling:
             return
         optimizer = self._optimizer
         known = self._noise.by_parameter()
-        groups, parts = list(optimizer.param_groups), []
-        self.factors = []
-        for group in groups:
+        self.factors, parts = [], []
+        for group in optimizer.param_groups:
             # What is not known is not compressed.
             noises = [known.get(id(p)) or Noise(1.0, p.numel()) for p in group["params"]]
             self.factors.append(_mean(noises))
@@ -280,7 +277,7 @@ class LearningRateScaling:
                     # Weights decay by rate times weight_decay, and this product must not change.
                     part["weight_decay"] = group["weight_decay"] / factor
                 parts.append((group, part, dict(part)))
-        self._groups, self._parts = groups, parts
+        self._parts = parts
         # In place: others may hold the list.
         optimizer.param_groups[:] = [part for _, part, _ in parts]
 
@@ -300,8 +297,9 @@ class LearningRateScaling:
                     changed.add(key)
             group.update(written)
         groups = self._optimizer.param_groups
-        groups[:] = [*self._groups, *groups[len(self._parts) :]]
-        self._groups, self._parts = [], []
+        users = {id(group): group for group, _, _ in self._parts}
+        groups[:] = [*users.values(), *groups[len(self._parts) :]]
+        self._parts = []
         if changed:
             raise ValueError(
                 f"{type(self._optimizer).__name__} changes {' and '.join(sorted(changed))} of its "
@@ -343,7 +341,7 @@ def _check_holds_none(optimizer: Optimizer) -> None:
 def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
     """Muon and Lion turn gradients into steps of one size, and the noise of 1 bit with them."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
-    names = [name for name in names if name == "Lion" or _is_muon(name)]
+    names = [name for name in names if name == "Lion" or "muon" in name.lower()]
     known = noise.by_parameter() if names else {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     few = sum(known[p].in_a_bit for p in held & known.keys())
@@ -355,10 +353,6 @@ def _warn_of_few_bits(optimizer: Optimizer, noise: NoiseFactors) -> None:
         )
 
 
-def _is_muon(name: str) -> bool:
-    return "muon" in name.lower()
-
-
 def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     """Whether an optimizer's steps shrink by the factor by which noise enlarges the gradients."""
     if given is not None:
@@ -367,7 +361,7 @@ def divides_by_second_moment(optimizer: Optimizer, given: bool | None) -> bool:
     if any(n in _DO_NOT for n in names):
         return False
     # Some have groups for Muon and groups for Adam.
-    if any(n in _DIVIDE or ("adam" in n.lower() and not _is_muon(n)) for n in names):
+    if any(n in _DIVIDE or ("adam" in n.lower() and "muon" not in n.lower()) for n in names):
         return True
     raise ValueError(
         f"tagc does not know whether {names[0]} divides by the RMS of a gradient, as Adam does: "
