@@ -62,8 +62,14 @@ class FSDP2Unit(Unit):
         if _is_own(self._native[1]) and Transport(self.group).by_messages(self.device):
             self._param_group._all_gather_comm = CheckedAllGather(self._native[1], self)
 
-    def check_gather(self) -> None:
-        _check_own(self.info.name, self._native[1], "all-gather")
+    def check_own(self, *, gather: bool, average: bool) -> None:
+        if average and self.replicas is None and self._native[2] is not None:
+            raise ValueError(
+                "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
+                "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
+            )
+        if gather:
+            _check_own(self.info.name, self._native[1], "all-gather")
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
         all_gather = CustomAllGather(gatherer, self._param_group, self._grad_mode)
@@ -89,10 +95,6 @@ class FSDP2Unit(Unit):
     @property
     def all_reduces(self) -> bool:
         return self._param_group.all_reduce_grads
-
-    @property
-    def has_all_reduce_hook(self) -> bool:
-        return self._native[2] is not None
 
     def trainable(self) -> list[nn.Parameter]:
         return [p.sharded_param for p in self._planned()]

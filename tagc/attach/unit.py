@@ -75,12 +75,9 @@ class Unit:
 
     # The rest is only for units with a `gather_info`.
 
-    def check_gather(self) -> None:
-        """Check that the all-gather can be replaced; call it before :meth:`install_gather`.
-
-        Raises:
-            ValueError: if someone else replaced the all-gather.
-        """
+    def check_own(self, *, gather: bool, average: bool) -> None:
+        """Raise ValueError if someone else replaced the all-gather, or set an all-reduce hook, and
+        :meth:`install_gather` or :meth:`install_all_reduce` would replace that."""
         raise NotImplementedError
 
     def install_gather(self, gatherer: UnitGatherer) -> None:
@@ -94,11 +91,6 @@ class Unit:
     def install_all_reduce(self, average: ReplicaAverage) -> None:
         """Let ``average`` average this unit's reduced gradient ``[S]`` in place; it replaces FSDP's
         own all-reduce if there is one. Call it after :meth:`install`."""
-        raise NotImplementedError
-
-    @property
-    def has_all_reduce_hook(self) -> bool:
-        """Whether someone else set an all-reduce hook."""
         raise NotImplementedError
 
     def frozen_shards(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Collectives:
     """The replacements of FSDP's collectives, in the order of the units. ``gatherers`` and
     ``replica_reducers`` are empty if the policy has no rules for them."""
 
+    units: Sequence[Unit]
     reducers: list[UnitReducer] = field(default_factory=list)
     gatherers: list[UnitGatherer] = field(default_factory=list)
     replica_reducers: list[UnitReducer] = field(default_factory=list)
@@ -69,15 +70,15 @@ class Collectives:
             return
         self.known = KnownParameters(model)
         # DDP holds its reducers where Python's garbage collector does not look.
-        known = ref(self.known)
+        check = WeakMethod(self.known.check)
 
-        def check(steps: int) -> None:
-            here = known()
-            if here is not None:
-                here.check(steps)
+        def before(steps: int) -> None:
+            known = check()
+            if known is not None:
+                known(steps)
 
         for reducer in self.reducers:
-            reducer.before = check
+            reducer.before = before
 
     @property
     def all_reducers(self) -> list[UnitReducer]:
@@ -115,12 +116,11 @@ def make_collectives(
     replica_group: dist.ProcessGroup | None,
 ) -> Collectives:
     """Make the collectives of a plan; :func:`install` installs them."""
-    if plan.replicas and any(u.replicas is None and u.has_all_reduce_hook for u in units):
-        raise ValueError(
-            "the model has its own all-reduce hook (set_all_reduce_hook), which averaging "
-            "over replicas would replace; remove it, or leave replicas out of tagc.wrap"
-        )
-    made = Collectives(levels=levels, replica_group=replica_group)
+    gathers = any(unit_plan.compressed for unit_plan in plan.parameters)
+    if gathers or plan.replicas:
+        for unit in units:
+            unit.check_own(gather=gathers, average=bool(plan.replicas))
+    made = Collectives(units, levels=levels, replica_group=replica_group)
     shared = {unit.device: Workspace(unit.device) for unit in units}
 
     def parts(unit: Unit, unit_plan: UnitPlan) -> tuple[Ops, HostGroups | None]:
@@ -149,12 +149,11 @@ def make_collectives(
                 found.append(reducer)
 
     def make_gatherers() -> None:
-        if not any(unit_plan.compressed for unit_plan in plan.parameters):
+        if not gathers:
             return
         alike: defaultdict[Hashable, list[CopyGatherer]] = defaultdict(list)
         # On every unit, so that the bytes of units that stay dense are counted too.
         for i, (unit, unit_plan) in enumerate(zip(units, plan.parameters, strict=True)):
-            unit.check_gather()
             if unit_plan.compressed and unit_plan.info.dtype == torch.uint8:
                 raise ValueError(
                     f"unit {unit.info.label!r} has parameters of several dtypes, which FSDP "
@@ -198,46 +197,45 @@ def _place(unit: Unit, replica_group: dist.ProcessGroup | None) -> int:
     return replica * unit.group.size() + unit.group.rank()
 
 
-def install(
-    units: Sequence[Unit], collectives: Collectives, replica_group: dist.ProcessGroup | None
-) -> None:
+def install(c: Collectives) -> None:
     """Let the units call their collectives. Each list is as long as that of units, or empty."""
-    c = collectives
-    for unit, reducer in zip(units, c.reducers, strict=bool(c.reducers)):
+    for unit, reducer in zip(c.units, c.reducers, strict=bool(c.reducers)):
         # One rank has its average already: FSDP reduces nothing then, but DDP would call us.
         if unit.info.world_size > 1 or not unit.info.replicated:
             unit.install(reducer)
-    pairs = list(zip(units, c.gatherers, strict=bool(c.gatherers)))
+    pairs = list(zip(c.units, c.gatherers, strict=bool(c.gatherers)))
     for unit, gatherer in pairs:
         unit.install_gather(gatherer)
     copying = [(unit, g) for unit, g in pairs if isinstance(g, CopyGatherer)]
     if copying:
         c.steps = OptimizerSteps(copying)
-    if replica_group is not None:
-        for unit, reducer in zip(units, c.replica_reducers, strict=True):
-            _install_average(unit, reducer, replica_group)
+    _install_averages(c, c.replica_reducers)
 
 
-def average_natively(units: Sequence[Unit], group: dist.ProcessGroup) -> list[UnitReducer]:
+def average_natively(c: Collectives) -> None:
     """Average with the backend's all-reduce over replicas that FSDP does not know."""
-    infos = [unit.info for unit in units]
-    plan = build_plan(infos, Policy.load("dense"), replicas=over_replicas(units, group))
-    reducers = [
+    assert c.replica_group is not None
+    infos, replicas = [unit.info for unit in c.units], over_replicas(c.units, c.replica_group)
+    plan = build_plan(infos, Policy.load("dense"), replicas=replicas)
+    c.stand_ins = [
         UnitReducer(p, get_ops(u.device, "reference"), u.device, Workspace(u.device), seed=0)
-        for u, p in zip(units, plan.replicas, strict=True)
+        for u, p in zip(c.units, plan.replicas, strict=True)
     ]
-    for unit, reducer in zip(units, reducers, strict=True):
-        _install_average(unit, reducer, group)
-    return reducers
+    _install_averages(c, c.stand_ins)
 
 
-def _install_average(unit: Unit, reducer: UnitReducer, group: dist.ProcessGroup) -> None:
-    # FSDP's own hybrid sharding does not call this in a backward that replicas do not share.
-    native = unit.replicas is not None
-    average = ReplicaAverage(
-        reducer, group, lambda: native or unit.all_reduces, lambda: unit.reached
-    )
-    unit.install_all_reduce(average)
+def _install_averages(c: Collectives, reducers: Sequence[UnitReducer]) -> None:
+    for unit, reducer in zip(c.units, reducers, strict=bool(reducers)):
+        assert c.replica_group is not None
+        # FSDP's own hybrid sharding does not call this in a backward that replicas do not share.
+        native = unit.replicas is not None
+        average = ReplicaAverage(
+            reducer,
+            c.replica_group,
+            lambda unit=unit, native=native: native or unit.all_reduces,
+            lambda unit=unit: unit.reached,
+        )
+        unit.install_all_reduce(average)
 
 
 def make_ready(plan: Plan, ops: Ops, device: torch.device, *, shown: bool) -> str | None:
@@ -281,11 +279,10 @@ def _with_a_compiler() -> Iterator[None]:
 
 def with_kernels(units: Sequence[Unit], plan: Plan, ops: str | None) -> Plan:
     """Compile and check the plan's kernels; the plan gets notes on them."""
-    notes = []
-    if any(unit_plan.compressed for unit_plan in plan.all_units):
-        shown = dist.get_rank() == 0
-        for device in dict.fromkeys(unit.device for unit in units):
-            chosen = get_ops(device, ops)
-            notes.append(make_ready(plan, chosen, device, shown=shown))
-    notes = (*plan.notes, *(note for note in notes if note is not None))
-    return replace(plan, notes=notes)
+    if not any(unit_plan.compressed for unit_plan in plan.all_units):
+        return plan
+    notes = [
+        make_ready(plan, get_ops(device, ops), device, shown=dist.get_rank() == 0)
+        for device in dict.fromkeys(unit.device for unit in units)
+    ]
+    return replace(plan, notes=(*plan.notes, *(note for note in notes if note is not None)))

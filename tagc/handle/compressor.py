@@ -143,22 +143,20 @@ class Compressor(Handle):
         self,
         model: nn.Module,
         plan: Plan,
-        units: Sequence[Unit],
         collectives: Collectives,
         groups: list[dist.ProcessGroup],
         *,
         disabled: bool = False,
     ) -> None:
         self._model, self._plan, self._disabled = model, plan, disabled
-        self.units, self.groups = units, groups
+        self.units, self.groups = collectives.units, groups
         self._collectives = collectives
         self.reducers, self.replica_reducers = collectives.reducers, collectives.replica_reducers
         self.gatherers: Sequence[UnitGatherer] = collectives.gatherers
         # What CUDA graphs may hold.
         self._reducing = [] if disabled else collectives.all_reducers
-        self._gathering = (
-            [] if disabled or not self.gatherers else list(zip(units, self.gatherers, strict=True))
-        )
+        gatherers = [] if disabled else self.gatherers
+        self._gathering = list(zip(self.units, gatherers, strict=bool(gatherers)))
         self._parts = [*(gatherer for _, gatherer in self._gathering), *self._reducing]
         self._noise: NoiseFactors | None = None
         # Weak: an optimizer that is no longer used takes its state with it.

@@ -48,7 +48,7 @@ from tagc.handle.collectives import (
     with_kernels,
 )
 from tagc.handle.compressor import Compressor, attach, attached
-from tagc.plan import Plan, UnitInfo, build_plan, format_bytes, times_less, total
+from tagc.plan import Plan, build_plan, format_bytes, times_less, total
 from tagc.plan.messages import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 
@@ -138,7 +138,15 @@ def wrap(
     alone = all(u.info.world_size == 1 for u in units) and replica_group is None
 
     def make() -> tuple[tuple[Plan, Collectives], str]:
-        plan = _plan(units, loaded, replica_group, levels, choose)
+        plan = build_plan(
+            [levels.info(unit) for unit in units],
+            loaded,
+            gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
+            replicas=[] if replica_group is None else over_replicas(units, replica_group),
+            choose=choose,
+            gloo=on_gloo(units),
+        )
+        plan = replace(plan, notes=(*plan.notes, *levels.notes))
         if not disabled and not alone:
             plan = with_kernels(units, plan, ops)
         made = make_collectives(units, plan, levels, made_with, replica_group)
@@ -149,17 +157,25 @@ def wrap(
         if not disabled and (any(rule.codec.compresses for rule in rules) or on_gloo(units)):
             levels.open()
         choose = _chooser(units, loaded, ops, replica_group, levels)
-        plan, collectives = agree_on(groups, {**_names(units), "plan": make})["plan"]
+        # Where plans differ, the names of a unit's parameters say why.
+        steps: dict[str, Callable[[], tuple[Any, str]]] = {
+            f"unit {i}": lambda info=unit.info: (
+                None,
+                f"{info.label!r} of {', '.join(param.name for param in info.params)}",
+            )
+            for i, unit in enumerate(units)
+        }
+        plan, collectives = agree_on(groups, steps | {"plan": make})["plan"]
         plans = [plans for plans in (plan.units, plan.parameters) if plans]
         pairs = [pair for some in plans for pair in zip(units, some, strict=True)]
         levels.keep(unit for unit, of_unit in pairs if of_unit.info.ranks_per_host > 1)
         if alone:
             collectives.clear()
         if not disabled:
-            install(units, collectives, replica_group)
+            install(collectives)
             collectives.watch(model)
         elif given is not None:
-            collectives.stand_ins = average_natively(units, given)
+            average_natively(collectives)
     except BaseException:
         levels.release()
         raise
@@ -173,7 +189,7 @@ def wrap(
         warn(f"{DISABLE}=1: tagc compresses nothing; unset it to compress")
     if loaded.dimensions:
         collectives.unwatch = watch_forward(model)
-    attach(model, Compressor(model, plan, units, collectives, groups, disabled=disabled))
+    attach(model, Compressor(model, plan, collectives, groups, disabled=disabled))
     return model
 
 
@@ -266,33 +282,6 @@ class _Request:
     def _look_at_frozen(self) -> str:
         self.frozen = look_at_frozen(self.units) if self.policy.parameters else {}
         return ""
-
-
-def _names(units: Sequence[Unit]) -> dict[str, Callable[[], tuple[None, str]]]:
-    """Steps that compare the names of each unit's parameters: where plans differ, they say why."""
-
-    def step(info: UnitInfo) -> Callable[[], tuple[None, str]]:
-        return lambda: (None, f"{info.label!r} of {', '.join(param.name for param in info.params)}")
-
-    return {f"unit {i}": step(unit.info) for i, unit in enumerate(units)}
-
-
-def _plan(
-    units: Sequence[Unit],
-    policy: Policy,
-    replica_group: dist.ProcessGroup | None,
-    levels: Levels,
-    choose: FastestChoice | None,
-) -> Plan:
-    plan = build_plan(
-        [levels.info(unit) for unit in units],
-        policy,
-        gathers=[info for unit in units if (info := levels.gather_info(unit)) is not None],
-        replicas=[] if replica_group is None else over_replicas(units, replica_group),
-        choose=choose,
-        gloo=on_gloo(units),
-    )
-    return replace(plan, notes=(*plan.notes, *levels.notes))
 
 
 def _summary(plan: Plan, choose: FastestChoice | None) -> str:
