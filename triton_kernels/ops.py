@@ -27,6 +27,34 @@ from .recorded import Recorded
 from .scratch import release
 from .thresholds import steer
 
+__all__ = [
+    "compiling_only",
+    "decode",
+    "decode_exact",
+    "dequantize",
+    "dequantize_and_sum",
+    "dequantize_matrix",
+    "encode",
+    "encode_exact",
+    "fingerprint",
+    "insert",
+    "measure_exact",
+    "pack_exponents",
+    "peel",
+    "prepare",
+    "put_dense",
+    "quantize",
+    "quantize_and_put",
+    "quantize_matrix",
+    "recorded",
+    "release",
+    "select",
+    "steer",
+    "sum_dense",
+    "undo_lag",
+    "unpack_exponents",
+]
+
 
 def recorded(operator: Callable[..., object]) -> Recorded:
     """See :meth:`tagc.ops.implementations.DeviceOps.recorded`."""
