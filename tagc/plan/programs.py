@@ -15,7 +15,7 @@ from tagc.ops.program import Program, Send
 from tagc.plan.gathers import Gathers
 from tagc.plan.reductions import Reductions, Variant
 from tagc.plan.table import format_bytes
-from tagc.plan.unit_plan import Segment, UnitPlan
+from tagc.plan.unit_plan import UnitPlan
 
 
 def programs_of(unit: UnitPlan, *, stamped: bool = False) -> Iterator[Program]:
@@ -63,12 +63,9 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
             yield gathers.message, times
         return
     reductions, whole = Reductions(unit), Variant(messages=bool(unit.compressed))
-    if unit.all_reduced:
-        yield reductions.lower(whole), 1
-    elif unit.info.ranks_per_host == 1:
-        yield reductions.lower(whole), micro_batches
-    else:
-        yield reductions.lower(whole), 1
+    on_hosts = unit.info.ranks_per_host > 1
+    yield reductions.lower(whole), 1 if unit.all_reduced or on_hosts else micro_batches
+    if on_hosts and not unit.all_reduced:
         yield reductions.lower(whole._replace(levels="inside")), micro_batches - 1
 
 
@@ -100,16 +97,13 @@ def bytes_inside(unit: UnitPlan) -> int:
 
 
 def _elements(unit: UnitPlan, send: Send, i: int) -> float:
+    """Elements of segment ``i`` in a collective."""
     if send.inp.dtype.is_floating_point:
         return send.inp.view_shape[0] * unit.dense_columns(unit.segments[i].params)
     messages = unit.flights.get(send.flight, unit.messages)
-    segment: Segment = messages.segments[i]
-    beside: dict[str, int] = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
+    segment = messages.segments[i]
+    beside = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
     return messages.made * beside.get(send.flight, messages.words_of(segment))
-
-
-Buffer = tuple[str, torch.dtype, int]
-"""Name, dtype and number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,54 +133,51 @@ class Memory:
 
     @property
     def note(self) -> str:
-        moment = f" and up to {format_bytes(self.moment)} temporarily" if self.moment else ""
-        waiting = (
-            f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
-            if self.waiting
-            else ""
-        )
-        return (
+        text = (
             f"memory of a rank: {format_bytes(self.stored)} stored, "
-            f"{format_bytes(self.buffers)} in scratch buffers{moment}{waiting}"
+            f"{format_bytes(self.buffers)} in scratch buffers"
         )
+        if self.moment:
+            text += f" and up to {format_bytes(self.moment)} temporarily"
+        if self.waiting:
+            text += f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
+        return text
 
 
 def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     """The memory of units in all directions. On gloo, sums need additional buffers."""
+    waiting = (
+        unit.peers * unit.buffer_columns
+        for unit in units
+        if unit.direction == "gradients" and unit.info.ranks_per_host > 1 and not unit.all_reduced
+    )
     return Memory(
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=buffer_bytes(units, gloo=gloo),
         # Segments run one after another.
         moment=max((n for unit in units for n in _moments(unit)), default=0),
-        waiting=sum(map(_waiting, units)),
+        waiting=4 * sum(waiting),  # in float32
     )
 
 
 def buffer_bytes(units: Sequence[UnitPlan], *, gloo: bool) -> int:
     """Bytes of the scratch buffers that these units share."""
-    largest: dict[tuple[str, torch.dtype], int] = {}
-    for unit in units:
-        for name, dtype, numel in buffers_of(unit, gloo=gloo):
-            largest[name, dtype] = max(largest.get((name, dtype), 0), numel)
+    largest = buffers_of(units, gloo=gloo)
     return sum(numel * dtype.itemsize for (_, dtype), numel in largest.items())
 
 
-def buffers_of(unit: UnitPlan, *, gloo: bool) -> Iterator[Buffer]:
-    """The scratch buffers of one unit, including those of its warm-up."""
-    if unit.info.world_size == 1:
-        return
-    for program in programs_of(unit):
+def buffers_of(units: Sequence[UnitPlan], *, gloo: bool) -> dict[tuple[str, torch.dtype], int]:
+    """Elements of the scratch buffers that units share, by name and dtype, including those of the
+    warm-up."""
+    largest: dict[tuple[str, torch.dtype], int] = {}
+    for program in (p for u in units if u.info.world_size > 1 for p in programs_of(u)):
         places = [p for p in program.places if p.kind == "scratch"]
         if gloo:
             places += filter(None, (send.scratch for send in program.sends))
         for place in places:
-            yield place.name, place.dtype, math.prod(place.shape)
-
-
-def _waiting(unit: UnitPlan) -> int:
-    """Bytes of the sum of a host's ranks that waits, in float32."""
-    adds_up = unit.direction == "gradients" and unit.info.ranks_per_host > 1
-    return 4 * unit.peers * unit.buffer_columns if adds_up and not unit.all_reduced else 0
+            key = place.name, place.dtype
+            largest[key] = max(largest.get(key, 0), math.prod(place.shape))
+    return largest
 
 
 def _moments(unit: UnitPlan) -> Iterator[int]:

@@ -3,7 +3,7 @@ tensors at least what torch's operations take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from support.profiling import profiled_functions
 from support.small_net import loss_of
 from support.states import POLICIES, run, wrapped
 from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
-from tagc.plan import UnitPlan, buffers_of
+from tagc.plan import buffers_of
 from tagc.plan.programs import memory_of
 
 
@@ -50,18 +50,9 @@ def test_a_plan_knows_its_memory(
             assert plan.memory.note in str(plan)
             found = compressor.reducers[0].store.workspace._buffers
             sizes = {(buffer, dtype): t.numel() for (buffer, dtype, _), t in found.items()}
-            expected = largest(plan.all_units, gloo)
+            expected = buffers_of(plan.all_units, gloo=gloo)
             assert sizes == expected, (name, sizes.items() ^ expected.items())
             assert plan.memory.buffers == sum(t.nbytes for t in found.values()), name
-
-
-def largest(units: Iterable[UnitPlan], gloo: bool) -> dict[tuple[str, torch.dtype], int]:
-    """Elements of every buffer that the units share."""
-    expected: dict[tuple[str, torch.dtype], int] = {}
-    for unit in units:
-        for buffer, dtype, numel in buffers_of(unit, gloo=gloo):
-            expected[buffer, dtype] = max(expected.get((buffer, dtype), 0), numel)
-    return expected
 
 
 SLACK = 6000
