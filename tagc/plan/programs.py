@@ -63,12 +63,9 @@ def programs_in_step(unit: UnitPlan, micro_batches: int = 1) -> Iterator[tuple[P
             yield gathers.message, times
         return
     reductions, whole = Reductions(unit), Variant(messages=bool(unit.compressed))
-    if unit.all_reduced:
-        yield reductions.lower(whole), 1
-    elif unit.info.ranks_per_host == 1:
-        yield reductions.lower(whole), micro_batches
-    else:
-        yield reductions.lower(whole), 1
+    on_hosts = unit.info.ranks_per_host > 1
+    yield reductions.lower(whole), 1 if unit.all_reduced or on_hosts else micro_batches
+    if on_hosts and not unit.all_reduced:
         yield reductions.lower(whole._replace(levels="inside")), micro_batches - 1
 
 

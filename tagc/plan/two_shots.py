@@ -36,11 +36,8 @@ def in_fewest_bytes(unit: UnitPlan) -> UnitPlan:
 
 
 def in_two_shots(unit: UnitPlan) -> UnitPlan:
-    """The unit with its average over replicas in two shots. Raises ValueError if it cannot go
-    so."""
-    why = why_one_shot(unit)
-    if why is not None:
-        raise ValueError(f"unit {unit.info.label!r} cannot go in two shots: {why}")
+    """The unit with its average over replicas in two shots, unless :func:`why_one_shot` says why it
+    cannot go so."""
     slices: list[Segment] = []
     cuts: list[tuple[Cut, ...]] = []
     start = 0
