@@ -41,7 +41,6 @@ __all__ = [
     "measure_exact",
     "pack_exponents",
     "peel",
-    "prepare",
     "put_dense",
     "quantize",
     "quantize_and_put",
