@@ -99,9 +99,10 @@ def wrap(
             an integer: that many neighbours share a host (or a rack, or a site); None: every rank
             sends for itself. Not with FSDP1. With several ranks on a host,
             ``model.set_requires_all_reduce(False)`` keeps a micro-batch's gradient inside the host.
-        ops: implementation, see :func:`tagc.ops.get_ops`. Kernels are compiled here: this takes
-            seconds the first time, and is then cached. GPU kernels then run on small inputs and are
-            compared with the reference on the CPU, bit for bit.
+        ops: implementation, see :func:`tagc.ops.get_ops`. GPU kernels are compiled here: this takes
+            seconds the first time, and is then cached. They then run on small inputs and are
+            compared with the reference on the CPU, bit for bit. CPU kernels are compiled, and
+            cached, by the first step that needs them.
 
     Returns:
         ``model``.

@@ -45,6 +45,18 @@ def test_sums_are_as_noisy_as_averages(rank: int, world_size: int) -> None:
     assert torch.equal(*found)
 
 
+@on_ranks(2)
+def test_noise_may_be_asked_for_later(rank: int, world_size: int) -> None:
+    made = codec_plan(world_size, {"kind": "quantized"})
+    reducer = unit_reducer(made)
+    for step in range(4):
+        if step == 2:
+            reducer.measure_noise()
+        reduce(reducer, buffers(world_size, made.columns, step)[rank])
+    assert reducer.gauge is not None
+    assert reducer.gauge.sums.any()
+
+
 def test_what_is_not_finite_leaves_no_trace() -> None:
     spans = ((0, 900), (1000, 1300))
     gauge, ones = Gauge(spans), torch.ones(1400)
