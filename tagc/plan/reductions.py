@@ -112,7 +112,7 @@ class Reductions:
         # Segments of slices have other columns than in the unit.
         self._starts = {
             id(part): whole.start
-            for found in unit.flights.values()
+            for found in (messages, *(() if unit.shots is None else (unit.shots.gather,)))
             for part, whole in zip(found.segments, unit.segments, strict=True)
         }
         sketched = [s for s in messages.spans if isinstance(s.segment.codec, SketchPlan)]
