@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +54,17 @@ _STEPS_REMEDY = (
     "Did a site skip an optimizer step, as loss scalers do? Let all sites take as many steps "
     "(metrics().steps counts those that count) before they call exchange() or end"
 )
+
+
+@dataclass
+class Counts:
+    """Counts of exchanges of this rank; see :class:`tagc.site.handle.SiteMetrics`."""
+
+    exchanges: int = 0
+    waited: int = 0
+    wait_seconds: float = 0.0
+    failed: int = 0
+    healed: int = 0
 
 
 class SitesDifferError(RuntimeError):
@@ -122,7 +132,7 @@ class SiteExchange:
         elastic: whether sites come and go.
         sites: number of sites; if they come and go, in the last exchange that counts.
         steps: optimizer steps so far.
-        counts: of exchanges of this rank; see :class:`tagc.site.handle.SiteMetrics`.
+        counts: of exchanges of this rank.
     """
 
     def __init__(
@@ -150,7 +160,7 @@ class SiteExchange:
         device = anchors[0].values.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.steps, self._compared = 0, False
-        self.counts = SimpleNamespace(exchanges=0, waited=0, wait_seconds=0.0, failed=0, healed=0)
+        self.counts = Counts()
         # Less delay than the steps between two exchanges: there is one in flight at most.
         self._flight: Flight | None = None
         # The exchange in progress: its fragments, why, after which step, whether this site has
