@@ -102,6 +102,18 @@ class KnownParameters:
         self._steps = -1
         self._look(model)
 
+    def checker(self) -> Callable[[int], None]:
+        """:meth:`check`, which does not keep this object alive: DDP holds its reducers where
+        Python's garbage collector does not look."""
+        mine = weakref.ref(self)
+
+        def check(steps: int) -> None:
+            known = mine()
+            if known is not None:
+                known.check(steps)
+
+        return check
+
     def check(self, steps: int) -> None:
         """Raise RuntimeError if new parameters require a gradient, before a unit is reduced for
         the ``steps``-th time; later units of a step check nothing again."""

@@ -55,8 +55,9 @@ class CustomReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        out, inp = _plain(output_tensor), _plain(input_tensor)
-        self._reduce(out, inp, group, op, reached=self.reached)
+        if self.average is not None:
+            output_tensor, input_tensor = _plain(output_tensor), _plain(input_tensor)
+        self._reduce(output_tensor, input_tensor, group, op, reached=self.reached)
 
 
 def _params_of(foreach_reduce: FrameType) -> Sequence[Any] | None:

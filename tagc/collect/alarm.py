@@ -15,29 +15,23 @@ class Alarm:
     """
 
     def __init__(self, message: str, store: Store, flag: Place) -> None:
-        self._message, self._store, self._flag = message, store, flag
+        self._message, self._store = message, store
         self._owner = store.owner(flag)
+        self._on_cpu = store.take(flag) if store.device.type == "cpu" else None
         self._noted: list[Flags] = []
 
     def note(self) -> None:
         """Note that launches may have set the flag; raise on a CPU if they have."""
-        device = self._store.device
-        if self._store.capturing:
-            self._watch()  # its replays set it, and `before_replay` ends their rounds
-        elif device.type == "cpu":
-            flag = self._store.take(self._flag)
-            if flag:
-                flag.zero_()
-                raise RuntimeError(self._message)
-        elif device.type == "cuda":
-            self._watch().note(self._owner)
-
-    def _watch(self) -> Flags:
-        """The flags of the current stream, which :meth:`check` reads from now on."""
-        flags = self._store.workspace.flags
-        if flags not in self._noted:
-            self._noted.append(flags)
-        return flags
+        capturing = self._store.capturing
+        if capturing or self._store.device.type == "cuda":
+            flags = self._store.workspace.flags
+            if flags not in self._noted:
+                self._noted.append(flags)
+            if not capturing:  # `before_replay` ends the rounds of a graph
+                flags.note(self._owner)
+        elif self._on_cpu is not None and self._on_cpu:
+            self._on_cpu.zero_()
+            raise RuntimeError(self._message)
 
     def check(self) -> None:
         """Raise RuntimeError if the flag was set, as far as the host has seen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class _Usual(NamedTuple):
 
     call: tuple[object, ...]
     variant: Variant
+    replay: Replay
 
 
 class UnitReducer(ReducerState):
@@ -135,30 +136,58 @@ class UnitReducer(ReducerState):
     ) -> Iterator[None]:
         """:meth:`reduce` as a generator, which pauses while messages are in flight. Meanwhile
         other units may be reduced, if these have another workspace."""
-        plan, counters = self.plan, self.counters
-        steps = counters.all_steps
+        counters, usual = self.counters, self._usual
         if self.before is not None:
-            self.before(steps)
-        late, usual = {"inp": inp, "out": out}, self._usual
+            self.before(counters.all_steps)
+        self._mix_up.check()
+        late, capturing = {"inp": inp, "out": out}, self.store.capturing
         call = (reached, group, op, inp.dtype, inp.numel(), out.numel(), self.store.stream)
-        if usual is not None and usual.call == call and not self.store.capturing:
+        if usual is not None and usual.call == call and not capturing:
             self._may_capture = False
-            self._announce(usual.variant, None, steps)
-            yield from self._run(usual.variant, late)
-            return
+            variant, replay = usual.variant, usual.replay
+            if not self.stamped:
+                self._announce(variant, None)
+        else:
+            chosen = yield from self._choosing(late, group, op, native, reached)
+            if chosen is None:
+                return
+            variant, replay = chosen, self._replay(chosen)
+            lasts = variant.messages and variant.begun and reached is None and self.gauge is None
+            if lasts and not capturing and self.plan.info.ranks_per_host == 1:
+                self._usual = _Usual(call, variant, replay)
+        if variant.messages and not capturing:
+            self.prepare_messages(1, noise=variant.noise)
+        counters.steps += 1
+        counters.compressed_steps += variant.messages
+        yield from replay.running(late)
+        self._note_run(variant, replay, capturing=capturing)
+        if variant.stamped and self.plan.messages.sent is None:
+            self._mix_up.note()
+
+    def _choosing(
+        self,
+        late: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        native: ReduceNatively | None,
+        reached: Set[str] | None,
+    ) -> Generator[None, None, Variant | None]:
+        """Choose the variant of a reduction, tell the other ranks, and do what comes before its
+        messages. Return None if that was all."""
+        plan, inp, out = self.plan, late["inp"], late["out"]
         part = None if reached is None else Part(plan, frozenset(reached))
         if plan.compressed:
             check_reduction(plan, part, out, inp, group, op)
         on_hosts = plan.info.ranks_per_host > 1 and self._adds_inside(group, op)
         stays = on_hosts and not self._crosses()
         capturing = self.check_capture(waits=stays)
+        warm = self.counters.all_steps >= plan.warmup_steps
         # If the part has nothing compressed, expanding it to all columns would send mostly zeros.
         whole = part is None or part.compressed or (on_hosts and (stays or bool(self.waiting)))
-        warm = steps >= plan.warmup_steps
         messages = bool(plan.compressed) and warm and whole
         if not messages and not (on_hosts and whole):
             self._reduce_natively(out, inp, group, op, native, 0 if part is None else part.mark)
-            return
+            return None
         if group is not self._group and not on_hosts:
             self._group, self._levels["flat"] = group, self._connect(group)
             self._replays.clear()
@@ -166,41 +195,20 @@ class UnitReducer(ReducerState):
             self.stamped = not self._transport.by_messages(self.store.device)
         mean = op == dist.ReduceOp.AVG
         variant = self.variant(messages=messages, mean=mean, part=part, always=capturing)
-        self._announce(variant, part, steps, on_hosts=on_hosts, stays=stays)
-        if on_hosts and (stays or self.waiting):
-            inside = variant._replace(levels="inside")
-            replay = self._replay(inside)
-            yield from replay.running(late)
-            self._note_run(inside, replay, capturing=capturing)
-            total = self.store.take(self.programs.total)
-            if stays:
-                self.waiting.add(total, part)
-                out.zero_()
-                return
-            self.waiting.hand_over(total, part)
-            variant = variant._replace(levels="across")
-        yield from self._run(variant, late, capturing=capturing)
-        lasts = messages and variant.begun and part is None and self.gauge is None
-        if lasts and not on_hosts and not capturing:
-            self._usual = _Usual(call, variant)
-
-    def _run(
-        self,
-        variant: Variant,
-        late: Mapping[str, Tensor],
-        *,
-        capturing: bool = False,
-    ) -> Iterator[None]:
-        """Run what follows the sums inside hosts, or all."""
-        if variant.messages and not capturing:
-            self.prepare_messages(1, noise=variant.noise)
-        self.counters.steps += 1
-        self.counters.compressed_steps += variant.messages
-        replay = self._replay(variant)
+        self._announce(variant, part, on_hosts=on_hosts, stays=stays)
+        if not on_hosts or not (stays or self.waiting):
+            return variant
+        inside = variant._replace(levels="inside")
+        replay = self._replay(inside)
         yield from replay.running(late)
-        self._note_run(variant, replay, capturing=capturing)
-        if variant.stamped and self.plan.messages.sent is None:
-            self._mix_up.note()
+        self._note_run(inside, replay, capturing=capturing)
+        total = self.store.take(self.programs.total)
+        if stays:
+            self.waiting.add(total, part)
+            out.zero_()
+            return None
+        self.waiting.hand_over(total, part)
+        return variant._replace(levels="across")
 
     def _note_run(self, variant: Variant, replay: Replay, *, capturing: bool) -> None:
         self.advance(variant)
@@ -231,7 +239,6 @@ class UnitReducer(ReducerState):
         self,
         variant: Variant,
         part: Part | None,
-        steps: int,
         *,
         on_hosts: bool = False,
         stays: bool = False,
@@ -239,7 +246,6 @@ class UnitReducer(ReducerState):
         """Tell the other ranks which collective this rank is at."""
         mark = 0 if part is None else part.mark
         if self.stamped:
-            self._mix_up.check()
             if variant.messages:
                 self.mark_stamps(self._lockstep.stamp(mark))
             return
@@ -248,7 +254,7 @@ class UnitReducer(ReducerState):
         sends_to: list[Level] = ["inside"] if stays else ["inside", "across"]
         transports = [levels[level] for level in sends_to] if on_hosts else [levels["flat"]]
         words = self.plan.words if variant.messages and not stays else 0
-        self._lockstep.announce(transports, words, steps, mark)
+        self._lockstep.announce(transports, words, self.counters.all_steps, mark)
 
     def _reduce_natively(
         self,

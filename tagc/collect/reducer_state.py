@@ -14,10 +14,9 @@ from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES, FeedbackRule
 from tagc.codecs.quantized import dither_seeds
 from tagc.codecs.sketch import COUNTING, SelectionCount
 from tagc.codecs.sketch.threshold import STATES, rescale
-from tagc.codecs.state import check_counter, part_of
+from tagc.codecs.state import MAX_COUNT, check_counter, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.collect.alarm import Alarm
-from tagc.collect.counters import Counters
 from tagc.collect.gauge import NoiseGauge
 from tagc.collect.lockstep import Lockstep
 from tagc.collect.replay import Replay, Store
@@ -32,6 +31,84 @@ _RESIDUAL = "residual"
 _BY_PARAMETER = (_RESIDUAL, OWNER_RESIDUAL, *OWNER_STATES)
 # The codecs that count what they encode.
 _COUNTING = ("quantized", "matrix")
+# The order in checkpoints.
+_COUNTERS = (
+    "steps",
+    "compressed_steps",
+    "earlier_steps",
+    "native_bytes",
+    "message_bytes",
+    "other_bytes",
+)
+
+
+@dataclass
+class Counters:
+    """Counts one unit's reductions and bytes.
+
+    Attributes:
+        steps: reductions so far.
+        compressed_steps: reductions that sent messages.
+        earlier_steps: reductions of an earlier run with another layout, which this run continues.
+            They count for the warm-up, but not in the metrics.
+        native_bytes, message_bytes, other_bytes: bytes sent so far in dense collectives, in
+            messages, and in the codecs' other exchanges; if ranks of a host add up first, only
+            those to other hosts.
+        inside_bytes: bytes sent so far to ranks of the same host.
+        on_hosts: whether ranks of a host add up first.
+    """
+
+    steps: int = 0
+    compressed_steps: int = 0
+    earlier_steps: int = 0
+    native_bytes: int = 0
+    message_bytes: int = 0
+    other_bytes: int = 0
+    inside_bytes: int = 0
+    on_hosts: bool = False
+
+    @property
+    def all_steps(self) -> int:
+        """Reductions, including those of the earlier run."""
+        return self.earlier_steps + self.steps
+
+    @property
+    def sent_bytes(self) -> int:
+        """All bytes except those inside hosts."""
+        return self.native_bytes + self.message_bytes + self.other_bytes
+
+    def add(self, sent: Mapping[tuple[str, str], int]) -> None:
+        """Count the bytes of a program, by level and flight."""
+        for (level, flight), size in sent.items():
+            if level == "inside":
+                self.inside_bytes += size
+            elif flight == "sums":
+                self.native_bytes += size
+            elif flight in ("messages", "sums_of_slices"):
+                self.message_bytes += size
+            else:
+                self.other_bytes += size
+
+    def state(self) -> dict[str, Tensor]:
+        counts = [getattr(self, name) for name in _COUNTERS]
+        found = {"counters": torch.tensor(counts, dtype=torch.int64, device="cpu")}
+        if self.on_hosts:
+            inside = torch.tensor(self.inside_bytes, dtype=torch.int64, device="cpu")
+            found["inside_bytes"] = inside
+        return found
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        counters = state["counters"]
+        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
+            raise ValueError("a counter is negative, or larger than any run is long")
+        if self.on_hosts and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
+            raise ValueError("the count of bytes inside hosts is negative, or too large")
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
+            setattr(self, name, value)
+        if self.on_hosts:
+            self.inside_bytes = int(state["inside_bytes"])
 
 
 @dataclass
@@ -175,6 +252,7 @@ class ReducerState:
     def mark_stamps(self, mark: int) -> None:
         """Set the first word of stamps."""
         if self._stamped != mark:
+            self._usual = None
             self.store[self.programs.stamp][:1].fill_(mark)
             self._stamped = mark
 
@@ -237,6 +315,7 @@ class ReducerState:
         return [] if sketches is None else sketches.selection_counts(self.store[sketches.totals])
 
     def note(self, call: str) -> None:
+        self._usual = None
         self._lockstep.note(call)
 
     def rescale(self, factor: float | Tensor) -> None:

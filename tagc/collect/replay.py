@@ -338,15 +338,17 @@ class Replay:
             names = {i: p.name for i, p in late if p is not None and p.kind == "late"}
             return _Call(step, launches, arguments, launches=launches, names=names)
         if isinstance(step, Send):
-            starts, transport = _START[step.kind], self._by_level[step.level]
+            transport = self._by_level[step.level]
+            begin = _BEGINNING[step.kind](transport, step)
             flights, flight = self._store.flights, step.flight
+
+            def start(*tensors: Tensor) -> None:
+                flights[flight] = begin(*tensors)
+
             scratch = step.scratch if transport.adds_itself(self._store.device) else None
-
-            def start(out: Tensor, inp: Tensor, scratch: Tensor | None) -> None:
-                flights[flight] = starts(transport, step, out, inp, scratch)
-
+            places = (step.out, step.inp, scratch or step.inp)
             shapes = _shapes_of(step, transport.size)
-            for i, place in enumerate((step.out, step.inp, scratch)):
+            for i, place in enumerate(places[: _TENSORS.get(step.kind, 2)]):
                 adapted = partial(_viewed, shapes[i]) if i in shapes else None
                 arguments.append(self._argument(arguments, i, place, adapted))
             return _Call(step, start, arguments)
@@ -444,14 +446,13 @@ def _viewed(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
     return tensor.view(shape)
 
 
-_START: dict[Collective, Callable[..., CollectiveWork]] = {
-    "all-gather": lambda transport, step, out, inp, _: transport.gather(out, inp),
-    "all-gather each": lambda transport, step, out, inp, _: transport.gather_each(out, inp),
-    "all-to-all": lambda transport, step, out, inp, _: transport.all_to_all(out, inp, step.columns),
-    "reduce-scatter": lambda transport, step, out, inp, scratch: transport.sum_each(
-        out, inp, inp if scratch is None else scratch
-    ),
-    "all-reduce": lambda transport, step, out, inp, _: transport.all_reduce(
-        out, in_flight=step.in_flight
-    ),
+# How many tensors a collective takes, if not `out` and `inp` alone. The third is a buffer for what
+# arrives, or `inp` if the backend adds up.
+_TENSORS: dict[Collective, int] = {"all-reduce": 1, "reduce-scatter": 3}
+_BEGINNING: dict[Collective, Callable[[Transport, Send], Callable[..., CollectiveWork]]] = {
+    "all-gather": lambda transport, _: transport.gather,
+    "all-gather each": lambda transport, _: transport.gather_each,
+    "all-to-all": lambda transport, step: partial(transport.all_to_all, columns=step.columns),
+    "reduce-scatter": lambda transport, _: transport.sum_each,
+    "all-reduce": lambda transport, step: partial(transport.all_reduce, in_flight=step.in_flight),
 }

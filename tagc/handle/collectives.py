@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -69,16 +68,9 @@ class Collectives:
         if not any(reducer.plan.compressed for reducer in self.all_reducers):
             return
         self.known = KnownParameters(model)
-        # DDP holds its reducers where Python's garbage collector does not look.
-        check = WeakMethod(self.known.check)
-
-        def before(steps: int) -> None:
-            known = check()
-            if known is not None:
-                known(steps)
-
+        check = self.known.checker()
         for reducer in self.reducers:
-            reducer.before = before
+            reducer.before = check
 
     @property
     def all_reducers(self) -> list[UnitReducer]:

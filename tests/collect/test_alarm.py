@@ -55,15 +55,15 @@ def place(name: str) -> Place:
 @pytest.mark.parametrize(("wrong_at", "others"), [(-1, 3), (0, 3), (5, 0), (1, 1500)])
 def test_it_goes_off_a_few_rounds_later_and_then_always(wrong_at: int, others: int) -> None:
     with gpu() as store:
-        neighbours = [Alarm("another", store, place(str(i))) for i in range(others)]
+        neighbours = [(f, Alarm("another", store, f)) for f in map(place, map(str, range(others)))]
         alarm = Alarm("wrong", store, place("tested"))
         steps = []
         for step in range(12):
             if "wrong" in fails(alarm.check)[1]:
                 steps.append(step)
-            for neighbour in neighbours:
+            for its_flag, neighbour in neighbours:
                 neighbour.check()
-                store.take(place(neighbour._flag.name))
+                store.take(its_flag)
                 neighbour.note()
             flag = store.take(place("tested"))
             if step == wrong_at:

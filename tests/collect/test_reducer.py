@@ -51,6 +51,7 @@ def test_thresholds_follow_what_all_ranks_counted_one_step_before(
             padded = torch.nn.functional.pad(x, (0, -x.shape[1] % LANES))
             sizes.append(padded.view(world_size, -1, LANES).abs().amax(2))
         reducer._replays.clear()  # operators are bound once
+        reducer._usual = None
         with counts_at_steering() as steered_by:
             reduce(reducer, grad)
         assert len(steered_by) == (step > 0)
