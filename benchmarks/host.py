@@ -69,12 +69,6 @@ def measure(policy: str, steps: int) -> Record:
     one, other = (torch.zeros(1, 1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     flag = torch.zeros(1, dtype=torch.bool)
 
-    def copy(*tensors: Any) -> None:
-        copy_or_spoil(one, other, flag)
-
-    def subtract(*tensors: Any) -> None:
-        subtract_at_once(one, one, other)
-
     idle = defaultdict(lambda: start_nothing)
     with alone(RANKS, Idle), ExitStack() as stack:
         # Functions: a mock's own `return_value` would take as long as what is measured.
@@ -82,8 +76,8 @@ def measure(policy: str, steps: int) -> Record:
             (transport, "_is_gloo", lambda *_: False),
             (JITFunction, "run", start_nothing),
             (collectives, "get_ops", lambda *_: ops),
-            (Copy, "run", copy),
-            (Subtract, "run", subtract),
+            (Copy, "run", lambda *_: copy_or_spoil(one, other, flag)),
+            (Subtract, "run", lambda *_: subtract_at_once(one, one, other)),
             (wrapper, "with_kernels", lambda units, plan, ops: plan),  # such kernels give no result
             (CustomAllGather, "__call__", timing(CustomAllGather.__call__)),
             (CustomReduceScatter, "__call__", timing(CustomReduceScatter.__call__)),

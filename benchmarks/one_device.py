@@ -56,7 +56,17 @@ class _Done:
         return True
 
 
-class Copies:
+class Idle:
+    """Collectives that do nothing."""
+
+    @staticmethod
+    def all_gather(*args: Any, **how: Any) -> _Done:
+        return _Done()
+
+    reduce_scatter = all_to_all = all_to_all_rows = all_reduce = all_gather
+
+
+class Copies(Idle):
     """Collectives of rank 0, whose own data arrives where that of the others would."""
 
     @staticmethod
@@ -80,20 +90,6 @@ class Copies:
         for received in output:
             received.copy_(input[0])
         return _Done()
-
-    @staticmethod
-    def all_reduce(tensor: Tensor, *args: Any, **how: Any) -> _Done:
-        return _Done()
-
-
-class Idle:
-    """Collectives that do nothing."""
-
-    @staticmethod
-    def all_gather(*args: Any, **how: Any) -> _Done:
-        return _Done()
-
-    reduce_scatter = all_to_all = all_to_all_rows = all_reduce = all_gather
 
 
 @contextmanager
