@@ -95,4 +95,6 @@ def test_two_thousand_steps(hosts: int | None) -> None:
         assert found["density"] == pytest.approx(DENSITY, rel=0.1)
         # A float that leaks in every step is 96 KiB; what grows is in the first hundred steps.
         assert found["traced"] < 64 * 2**10
-        assert found["grown"] < 4 * 2**20
+        # Of plain FSDP2, torch and gloo take 4 MiB more in the first 500 steps. A copy of a message
+        # that leaks in every step is 20 MiB.
+        assert found["grown"] < 12 * 2**20
