@@ -14,7 +14,7 @@ from typing import Any
 from tagc.basics.plots import pyplot
 from tagc.codecs.exact import ExactConfig
 from tagc.costs.advise import advice_data, draw, report, site_costs, site_report
-from tagc.costs.auto import FastestChoice, is_automatic
+from tagc.costs.auto import is_automatic
 from tagc.costs.candidates import DTYPES, Advisor, Question
 from tagc.costs.dimensions import (
     DATA,
@@ -28,7 +28,7 @@ from tagc.costs.dimensions import (
     parse_mesh,
     traffic_table,
 )
-from tagc.costs.explain import plan_data, plan_shapes, plan_sites
+from tagc.costs.explain import Setting, plan_data
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelError, ModelShapes, load_model
 from tagc.plan import Plan
@@ -93,28 +93,12 @@ def explain(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan:
     if args.bandwidth is None and is_automatic(policy):
         raise ModelError(f"policy {policy.name!r} chooses by the link: give --bandwidth")
-    if policy.sites is not None:
-        try:
-            return plan_sites(shapes, policy, world_size=args.world, sites=args.sites)
-        except PolicyError as error:
-            option = " (--sites)" if args.sites < 2 else ""
-            raise PolicyError(f"{error}{option}") from None
-    choose = None
-    if args.bandwidth is not None:
-        choose = FastestChoice.of(_link(args), args.micro_batches)
-    return plan_shapes(
-        shapes,
-        policy,
-        world_size=args.world,
-        replicas=args.replicas,
-        ranks_per_host=args.ranks_per_host,
-        ddp=args.ddp,
-        dtype=DTYPES[args.dtype],
-        parameter_dtype=DTYPES[args.param_dtype],
-        choose=choose,
-        micro_batches=args.micro_batches,
-        learning_rate=args.learning_rate,
-    )
+    try:
+        link = None if args.bandwidth is None else _link(args)
+        return Setting(**_setting(args, shapes)).plan(policy, link=link)
+    except PolicyError as error:
+        option = " (--sites)" if policy.sites is not None and args.sites < 2 else ""
+        raise PolicyError(f"{error}{option}") from None
 
 
 def advise(args: argparse.Namespace) -> int:
@@ -170,6 +154,7 @@ def advise(args: argparse.Namespace) -> int:
         if shared:
             return print_json({"dimensions": dimensions}) if args.json else 0
         shapes, link = one_stage(shapes, mesh), link_of(link, together)
+        args.ranks_per_host = together
     if args.world == link.ranks_per_host:
         raise ModelError(f"--world {args.world} on a single host: nothing crosses its link")
     advisor = Advisor(_question(args, shapes, link), compared)
@@ -198,23 +183,26 @@ def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Ques
         within = replace(link, bandwidth=args.shard_bandwidth, ranks_per_host=1)
     on_cpu = args.device == "cpu"
     return Question(
-        shapes=shapes,
-        world_size=args.world,
+        **_setting(args, shapes),
         link=link,
-        replicas=args.replicas,
-        sites=args.sites,
         shard_link=within,
         compute=args.step_time,
         overlap=args.overlap if args.overlap is not None else 0.0 if on_cpu else 1.0,
-        dtype=DTYPES[args.dtype],
-        parameter_dtype=DTYPES[args.param_dtype],
         gloo=on_cpu,
         memory_bandwidth=args.memory_bandwidth,
         device_memory=args.device_memory,
-        micro_batches=args.micro_batches,
-        ddp=args.ddp,
-        learning_rate=args.learning_rate,
     )
+
+
+def _setting(args: argparse.Namespace, shapes: ModelShapes) -> dict[str, Any]:
+    """The arguments of :class:`Setting` that explain and advise both know."""
+    same = ("replicas", "sites", "ranks_per_host", "ddp", "micro_batches", "learning_rate")
+    return {name: getattr(args, name) for name in same} | {
+        "shapes": shapes,
+        "world_size": args.world,
+        "dtype": DTYPES[args.dtype],
+        "parameter_dtype": DTYPES[args.param_dtype],
+    }
 
 
 def _link(args: argparse.Namespace) -> Link:

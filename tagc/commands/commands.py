@@ -14,7 +14,7 @@ from tagc.basics.plots import PlotsUnavailableError
 from tagc.collect import rehearse
 from tagc.commands.advice import advise, explain, print_json
 from tagc.costs.auto import is_automatic
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import Setting
 from tagc.costs.shapes import ModelError, synthetic
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.sketch import plan_layout
@@ -104,9 +104,7 @@ def _calls(device: torch.device) -> list[Call]:
     recorder, shapes = Recorder(idle()), synthetic(10**9)
     for policy in map(Policy.load, data_parallel_policies()):
         for dtype in (torch.float32, torch.bfloat16) if not is_automatic(policy) else ():
-            plan = plan_shapes(
-                shapes, policy, world_size=8, dtype=dtype, parameter_dtype=torch.bfloat16
-            )
+            plan = Setting(shapes=shapes, world_size=8, dtype=dtype).plan(policy)
             rehearse(plan, recorder.ops, stamped=device.type != "cpu")
     others = (sketch_calls(plan_layout(1 << 20, symbol, 1 << 10)) for symbol in SYMBOLS.values())
     return [*recorder.calls, *itertools.chain(*others), *exponent_calls(ExponentLayout(numel=8192))]

@@ -11,7 +11,6 @@ from typing import Any
 
 from tagc.basics.quantities import format_bandwidth, format_seconds
 from tagc.costs.candidates import STATE_BYTES, Advisor, Candidate, Question, dtype_name
-from tagc.costs.explain import plan_sites
 from tagc.costs.link import PAYS, Traffic, traffic
 from tagc.costs.shapes import ModelError
 from tagc.plan import AT_ONCE, aligned, format_bytes
@@ -296,7 +295,7 @@ def site_costs(q: Question, policies: Sequence[Policy]) -> tuple[list[SiteCost],
 
 
 def _cost(q: Question, policy: Policy, name: str) -> SiteCost:
-    plan = plan_sites(q.shapes, policy, world_size=q.world_size, sites=q.sites)
+    plan = q.plan(policy)
     traffics = [traffic(unit) for unit in plan.units]
     total = sum(traffics, Traffic())
     sent = q.link.carried(total, q.sites) * (q.world_size // q.sites)

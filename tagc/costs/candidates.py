@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tagc.costs.auto import FastestChoice, is_automatic
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import Setting
 from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic_and_codecs
-from tagc.costs.shapes import ModelShapes, ranks_in_levels
 from tagc.costs.speed import (
     CodecTime,
     Coding,
@@ -36,33 +35,13 @@ _LOW, _HIGH = 125.0, 1.25e13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    shapes: ModelShapes
-    world_size: int  # all ranks
+class Question(Setting):
     link: Link  # between hosts, or of a site
-    replicas: int = 1  # copies of the sharded model
-    sites: int = 1
     shard_link: Link | None = None  # within one replica, if it differs
     compute: float | None = None  # seconds of a step without communication, if known
     overlap: float = 0.0  # share of the communication that compute can hide
-    dtype: torch.dtype = torch.float32  # of the gradients, before compression
-    parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
-    gloo: bool = False  # on CPUs
     memory_bandwidth: float | None = None  # bytes/s of the device, to bound codec time
     device_memory: float | None = None  # bytes that activations leave a rank, if known
-    micro_batches: int = 1  # backwards in a step; ``compute`` covers all of them
-    ddp: bool = False  # each rank has the whole model
-    learning_rate: float | None = None  # for codec exact
-
-    @property
-    def sharded(self) -> int:
-        return self.world_size // self.replicas
-
-    @property
-    def levels(self) -> int:
-        """How many ranks of a host add up their gradients first; 1 if a replica does not span
-        several whole hosts."""
-        return ranks_in_levels(self.sharded, self.link.ranks_per_host)
 
     @property
     def waste(self) -> float:
@@ -207,20 +186,10 @@ def _candidate(
             time,
             micro_batches=q.micro_batches,
         )
+    on_hosts = 1 if dense else q.ranks_per_host
+    setting = replace(q, dtype=dtype, parameter_dtype=parameter_dtype, ranks_per_host=on_hosts)
     # The plan's warnings are ignored: the table shows if a policy sends more than dense.
-    plan = plan_shapes(
-        q.shapes,
-        policy,
-        world_size=q.world_size,
-        replicas=q.replicas,
-        ddp=q.ddp,
-        ranks_per_host=1 if dense else q.levels,
-        dtype=dtype,
-        parameter_dtype=parameter_dtype,
-        choose=choose,
-        gloo=q.gloo,
-        learning_rate=q.learning_rate,
-    )
+    plan = setting.plan(policy, choose=choose)
     work = traffic_and_codecs(plan, time, q.micro_batches)
     memory = plan.memory.peak
     if q.ddp:  # the state of all parameters, and the gradients once more, in DDP's buckets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,80 @@ from tagc.attach.whole import check_policy
 from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.link import Link
-from tagc.costs.shapes import ModelError, ModelShapes, ranks_in_levels
+from tagc.costs.shapes import ModelError, ModelShapes
 from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan, merged
 from tagc.policy import Policy, PolicyError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model, and the ranks that train it."""
+
+    shapes: ModelShapes
+    world_size: int  # all ranks
+    replicas: int = 1  # copies of the sharded model
+    sites: int = 1
+    ranks_per_host: int = 1
+    ddp: bool = False  # each rank has the whole model
+    dtype: torch.dtype = torch.float32  # of the gradients, before compression
+    parameter_dtype: torch.dtype = torch.bfloat16  # that FSDP gathers
+    gloo: bool = False  # on CPUs
+    micro_batches: int = 1  # backwards in a step
+    learning_rate: float | None = None  # for codec exact
+
+    @property
+    def levels(self) -> int:
+        """How many ranks of a host add up their gradients before one of them sends; 1 if a replica
+        does not span several whole hosts."""
+        ranks, on_host = self.world_size // self.replicas, self.ranks_per_host
+        return on_host if ranks % on_host == 0 and ranks > on_host else 1
+
+    def plan(
+        self, policy: Policy, *, link: Link | None = None, choose: Choose | None = None
+    ) -> Plan:
+        """Plan a policy. A link or ``choose`` resolves ``codec: auto``. Raises PolicyError or
+        ModelError if the ranks do not fit the policy."""
+        if self.sites > 1 or policy.sites is not None:
+            return self._between_sites(policy)
+        sharded = self.world_size // self.replicas
+        gathers: list[UnitInfo] = []
+        if self.ddp:
+            check_policy(policy, self.replicas > 1)
+            units = self.shapes.replicated_units(sharded, self.dtype, ranks_per_host=self.levels)
+        elif policy.replicas and self.replicas == 1:
+            raise PolicyError(
+                f"policy {policy.name!r} has rules for replicas: give the number of replicas, or "
+                "use a policy without such rules"
+            )
+        else:
+            units, gathers = self.shapes.units(
+                sharded, self.dtype, self.parameter_dtype, ranks_per_host=self.levels
+            )
+        across = [replace(unit, world_size=self.replicas, ranks_per_host=1) for unit in units]
+        if link is not None:
+            choose = FastestChoice.of(link, self.micro_batches)
+        plan = build_plan(
+            units,
+            policy,
+            gathers=gathers,
+            replicas=across if self.replicas > 1 else (),
+            choose=choose,
+            gloo=self.gloo,
+            micro_batches=self.micro_batches,
+        )
+        if self.learning_rate is None or not plan.exact:
+            return plan
+        return plan.at_learning_rate(self.learning_rate)
+
+    def _between_sites(self, policy: Policy) -> Plan:
+        """Plan a policy between sites that each hold the model, sharded by FSDP2."""
+        if self.sites < 2:
+            raise PolicyError(f"policy {policy.name!r} is for sites: give their number, at least 2")
+        if self.world_size % self.sites:
+            raise ModelError(f"{self.world_size} ranks do not divide among {self.sites} sites")
+        reduces, _ = self.shapes.units(self.world_size // self.sites, torch.float32, torch.float32)
+        units = [between_sites(unit, self.sites) for unit in reduces if unit.params]
+        return build_plan(units, policy)
 
 
 def explain(
@@ -69,31 +140,28 @@ def explain(
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be 1 or more, not {micro_batches}")
     loaded = Policy.load(policy)
-    if loaded.sites is not None:
-        if ddp:
-            raise ValueError(
-                f"policy {loaded.name!r} is for sites, and with it only shards of FSDP2 can be "
-                "planned: leave ddp out"
-            )
-        return plan_sites(ModelShapes.of(model), loaded, world_size=world_size, sites=sites)
-    if sites != 1:
+    if loaded.sites is not None and ddp:
+        raise ValueError(
+            f"policy {loaded.name!r} is for sites, and with it only shards of FSDP2 can be "
+            "planned: leave ddp out"
+        )
+    if loaded.sites is None and sites != 1:
         raise PolicyError(
             f"policy {loaded.name!r} has no section sites: leave out the number of sites, or "
             "choose the built-in policy sites"
         )
     own = _dtype(model, alike=ddp and dtype is None)
-    plan = plan_shapes(
-        ModelShapes.of(model),
-        loaded,
+    plan = Setting(
+        shapes=ModelShapes.of(model),
         world_size=world_size,
         replicas=replicas,
+        sites=sites,
         ranks_per_host=ranks_per_host,
         ddp=ddp,
         dtype=dtype or own,
         parameter_dtype=parameter_dtype or own,
-        choose=None if link is None else FastestChoice.of(link, micro_batches),
         micro_batches=micro_batches,
-    )
+    ).plan(loaded, link=link)
     for warning in plan.warnings:
         warn(warning)
     return plan
@@ -112,65 +180,6 @@ def _dtype(model: nn.Module | Mapping[str, Sequence[int]], *, alike: bool) -> to
             "but DDP can be planned for one only: give dtype"
         )
     return dtypes[0]
-
-
-def plan_sites(shapes: ModelShapes, policy: Policy, *, world_size: int, sites: int) -> Plan:
-    """Plan a policy between sites that each hold a model with these shapes, sharded by FSDP2.
-    Raises ModelError if the ranks do not divide among the sites, PolicyError if there is only
-    one."""
-    if sites < 2:
-        raise PolicyError(f"policy {policy.name!r} is for sites: give their number, at least 2")
-    if world_size % sites:
-        raise ModelError(f"{world_size} ranks do not divide among {sites} sites")
-    units, _ = shapes.units(world_size // sites, torch.float32, torch.float32)
-    return build_plan([between_sites(unit, sites) for unit in units if unit.params], policy)
-
-
-def plan_shapes(
-    shapes: ModelShapes,
-    policy: Policy,
-    *,
-    world_size: int,
-    replicas: int = 1,
-    ranks_per_host: int = 1,
-    ddp: bool = False,
-    dtype: torch.dtype,
-    parameter_dtype: torch.dtype,
-    choose: Choose | None = None,
-    gloo: bool = False,
-    micro_batches: int = 1,
-    learning_rate: float | None = None,
-) -> Plan:
-    """Plan a policy for a model with these shapes. ``ranks_per_host`` counts those of all
-    replicas; ``learning_rate`` is for codec ``exact``, if the policy has it."""
-    sharded = world_size // replicas
-    levels = ranks_in_levels(sharded, ranks_per_host)
-    gathers: list[UnitInfo] = []
-    across: list[UnitInfo] = []
-    if ddp:
-        check_policy(policy, replicas > 1)
-        units = shapes.replicated_units(sharded, dtype, ranks_per_host=levels)
-    elif policy.replicas and replicas == 1:
-        raise PolicyError(
-            f"policy {policy.name!r} has rules for replicas: give the number of replicas, or use a "
-            "policy without such rules"
-        )
-    else:
-        units, gathers = shapes.units(sharded, dtype, parameter_dtype, ranks_per_host=levels)
-    if replicas > 1:
-        across = [replace(unit, world_size=replicas, ranks_per_host=1) for unit in units]
-    plan = build_plan(
-        units,
-        policy,
-        gathers=gathers,
-        replicas=across,
-        choose=choose,
-        gloo=gloo,
-        micro_batches=micro_batches,
-    )
-    if learning_rate is None or not plan.exact:
-        return plan
-    return plan.at_learning_rate(learning_rate)
 
 
 def plan_data(shapes: ModelShapes, plan: Plan) -> dict[str, Any]:

@@ -165,12 +165,6 @@ def _check_sizes(params: Sequence[ParamShape], source: str) -> None:
             )
 
 
-def ranks_in_levels(ranks: int, ranks_per_host: int) -> int:
-    """How many ranks of a sharding group add up their gradients before one of them sends: the ranks
-    of a host if the group spans several whole hosts, else 1."""
-    return ranks_per_host if ranks % ranks_per_host == 0 and ranks > ranks_per_host else 1
-
-
 def _sharded(param: ParamShape, world_size: int) -> UnitParam:
     # FSDP splits the first dimension, and pads it to a multiple of the ranks.
     first, *rest = (param.part or param.shape) or (1,)

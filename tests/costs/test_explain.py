@@ -175,6 +175,14 @@ def test_explain_refuses() -> None:
         tagc.explain(SHAPES, "hybrid", world_size=4, sites=2)
 
 
+def test_explain_warns_about_plans_of_sites_too() -> None:
+    codec = {"kind": "quantized"}
+    rules = [{"when": {"role": role}, "codec": codec} for role in ("embedding", "mlp")]
+    policy = {"schema": 1, "sites": {"every": 4}, "gradients": rules}
+    with pytest.warns(UserWarning, match=r"rule gradients\[0\] matches no parameter"):
+        tagc.explain(SHAPES, policy, world_size=4, sites=2)
+
+
 def test_explain_ddp_in_python() -> None:
     with pytest.raises(tagc.PolicyError, match=r"DDP and replicate\(\) all ranks are replicas"):
         tagc.explain(SHAPES, "loco-4bit", world_size=4, replicas=2, ddp=True)

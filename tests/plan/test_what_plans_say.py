@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tagc
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import Setting
 from tagc.costs.shapes import ModelShapes
 from tagc.plan import Plan, UnitInfo, UnitParam, build_plan
 from tagc.plan.table import Row, merged
@@ -161,9 +161,7 @@ def rules(*gradients: dict[str, object]) -> dict[str, object]:
 
 
 def warnings(model: nn.Module, policy: str | dict[str, object]) -> tuple[str, ...]:
-    dtypes: Any = {"dtype": torch.float32, "parameter_dtype": torch.bfloat16}
-    shapes, loaded = ModelShapes.of(model), Policy.load(policy)
-    return plan_shapes(shapes, loaded, world_size=2, replicas=1, choose=None, **dtypes).warnings
+    return Setting(shapes=ModelShapes.of(model), world_size=2).plan(Policy.load(policy)).warnings
 
 
 @pytest.mark.parametrize("policy", ["hybrid", rules({"when": {}, "codec": FOUR})])

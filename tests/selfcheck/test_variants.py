@@ -15,7 +15,7 @@ from support.launches import Variant, noting_launches
 from support.marks import slow
 from support.trials import PLACEMENTS, case_of
 from tagc.collect import rehearse
-from tagc.costs.explain import plan_shapes
+from tagc.costs.explain import Setting
 from tagc.costs.shapes import synthetic
 from tagc.ops import compiles_ahead, get_ops
 from tagc.policy import Policy, data_parallel_policies
@@ -45,10 +45,8 @@ def calls_of(policy: str, ranks: int, numel: int) -> Recorder:
     """Those of a rehearsal of a large model, which are made with it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plan = plan_shapes(
-            synthetic(numel), Policy.load(policy), world_size=ranks, replicas=1,
-            dtype=BF16, parameter_dtype=BF16, choose=None,
-        )  # fmt: skip
+        setting = Setting(shapes=synthetic(numel), world_size=ranks, dtype=BF16)
+        plan = setting.plan(Policy.load(policy))
     recorder = Recorder(OPS)
     assert compiles_ahead(OPS)
     with OPS.compiling_only():
