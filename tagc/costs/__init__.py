@@ -6,9 +6,10 @@ from tagc.costs.link import Link, StepCost, Traffic, traffic, unit_seconds
 from tagc.costs.speed import (
     Speed,
     codec_seconds,
-    measure_speeds,
+    measure_speed,
     measured_time,
     memory_time,
     no_time,
     speed_key,
+    timed_when_asked,
 )

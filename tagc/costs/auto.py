@@ -8,17 +8,24 @@ group with both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tagc.codecs import CodecPlan
 from tagc.collect import HostGroups, Transport, agree_on, gather_merged
 from tagc.costs.link import Link, unit_seconds
-from tagc.costs.speed import CodecTime, Speed, fastest, measure_speeds, measured_time, no_time
+from tagc.costs.speed import (
+    CodecTime,
+    Speed,
+    fastest,
+    measured_time,
+    no_time,
+    timed_when_asked,
+)
 from tagc.ops import get_ops
 from tagc.plan import Choice, Choose, UnitPlan
 from tagc.policy import Policy
@@ -71,20 +78,6 @@ class FastestChoice:
         return Choice(index=index, why=f"{labels[index]}, out of {', '.join(among)}")
 
 
-@dataclass
-class _Options:
-    """Notes the codecs of all options, with the dtypes of what they code, and chooses none."""
-
-    codecs: list[tuple[CodecPlan, torch.dtype]] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
-
-    def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
-        for unit in options:
-            segments = (s for messages in unit.flights.values() for s in messages.segments)
-            self.codecs += [(s.codec, unit.info.dtype) for s in segments if s.columns]
-        return Choice(index=0, why="")
-
-
 def measured_choice(
     links: Sequence[tuple[dist.ProcessGroup, torch.device]],
     ops: str | None,
@@ -113,9 +106,10 @@ def measured_choice(
     between = [group for levels in shared for group in (levels.across, levels.inside)]
 
     def time_codecs() -> tuple[dict[str, Speed], str]:
-        options = _Options()
-        plan(options)
-        return measure_speeds(options.codecs, get_ops(device, ops), device), ""
+        found: dict[str, Speed] = {}
+        time = timed_when_asked(found, get_ops(device, ops), device)
+        plan(FastestChoice(lambda *_: Link(bandwidth=math.inf), time))  # asks for all options
+        return found, ""
 
     # An error on one rank is raised on all. Speeds may differ between ranks.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]

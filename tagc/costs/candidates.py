@@ -11,16 +11,7 @@ import torch
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.explain import Setting
 from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic_and_codecs
-from tagc.costs.speed import (
-    CodecTime,
-    Coding,
-    Speed,
-    measure_speeds,
-    measured_time,
-    memory_time,
-    no_time,
-    speed_key,
-)
+from tagc.costs.speed import CodecTime, Coding, memory_time, no_time, timed_when_asked
 from tagc.ops import get_ops
 from tagc.plan import Direction, Segment, UnitInfo
 from tagc.policy import Policy, PolicyError
@@ -241,20 +232,17 @@ def _codec_time(q: Question) -> tuple[str, str, CodecTime]:
     ops, device = get_ops("cpu"), torch.device("cpu")
     name = getattr(ops, "__name__", "")
     about = f"codec time: measured here, in one process with one thread (ops {name})"
-    speeds: dict[str, Speed] = {}
-    known = measured_time(speeds)
+    timed = timed_when_asked({}, ops, device)
 
-    def measured(coding: Coding, segment: Segment) -> float:
-        if speed_key(segment.codec) not in speeds:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            try:
-                speeds.update(measure_speeds([(segment.codec, coding.dtype)], ops, device))
-            finally:
-                torch.set_num_threads(threads)
-        return known(coding, segment)
+    def with_one_thread(coding: Coding, segment: Segment) -> float:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return timed(coding, segment)
+        finally:
+            torch.set_num_threads(threads)
 
-    return about, "", measured
+    return about, "", with_one_thread
 
 
 def _dense_forms(q: Question) -> dict[str, tuple[torch.dtype, torch.dtype]]:

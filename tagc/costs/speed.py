@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -122,26 +122,29 @@ def no_time(coding: Coding, segment: Segment) -> float:
     return 0.0
 
 
-def measure_speeds(
-    codecs: Iterable[tuple[CodecPlan, torch.dtype]],
-    ops: Ops,
-    device: torch.device,
-    *,
-    repeats: int = _REPEATS,
-) -> dict[str, Speed]:
-    """Measure every codec on gradients (or parameters) of a dtype, by :func:`speed_key`."""
-    speeds: dict[str, Speed] = {}
-    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
-    for codec, dtype in codecs:
-        key = speed_key(codec)
+def timed_when_asked(speeds: dict[str, Speed], ops: Ops, device: torch.device) -> CodecTime:
+    """Codec time from speeds that are measured on a device, and put into ``speeds``, when the time
+    of a codec is first asked for."""
+    known = measured_time(speeds)
+
+    def seconds(coding: Coding, segment: Segment) -> float:
+        key = speed_key(segment.codec)
         if key not in speeds:
-            sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
-            measure = _kernels if device.type == "cuda" else fastest
-            encode = measure(sample.encode, device, repeats, sample.restore)
-            decode = measure(sample.decode, device, repeats, sample.receive)
-            decoded = numel // _RANKS if codec.cells else numel
-            speeds[key] = Speed(encode=encode / numel, decode=decode / decoded)
-    return speeds
+            speeds[key] = measure_speed(segment.codec, coding.dtype, ops, device)
+        return known(coding, segment)
+
+    return seconds
+
+
+def measure_speed(codec: CodecPlan, dtype: torch.dtype, ops: Ops, device: torch.device) -> Speed:
+    """The speed of a codec on gradients (or parameters) of a dtype."""
+    numel = _ELEMENTS.get(device.type, _ELEMENTS["cuda"])
+    sample = _Sample(codec, numel // _RANKS, ops, device, dtype)
+    measure = _kernels if device.type == "cuda" else fastest
+    encode = measure(sample.encode, device, _REPEATS, sample.restore)
+    decode = measure(sample.decode, device, _REPEATS, sample.receive)
+    decoded = numel // _RANKS if codec.cells else numel
+    return Speed(encode=encode / numel, decode=decode / decoded)
 
 
 class _Sample:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.collect import Transport, gather_merged, transport
-from tagc.costs import Link, Speed, auto, speed_key
+from tagc.costs import Link, Speed, auto, speed
 from tagc.handle import wrapper
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy
@@ -56,15 +56,12 @@ def grads(model: Any, rank: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def measuring(link: Link, speed: Speed = SPEED) -> Iterator[None]:
+def measuring(link: Link, measured: Speed = SPEED) -> Iterator[None]:
     """What this rank measures."""
-
-    def speeds(codecs: Any, *args: Any) -> dict[str, Speed]:
-        return {speed_key(codec): speed for codec, _ in codecs}
 
     with (
         patch.object(auto, "measure_link", lambda group, device: link),
-        patch.object(auto, "measure_speeds", speeds),
+        patch.object(speed, "measure_speed", lambda *_: measured),
     ):
         yield
 
@@ -165,9 +162,9 @@ def test_a_failure_on_one_rank_reaches_the_other(rank: int, world_size: int) -> 
     def fail(*args: Any) -> Any:
         raise MemoryError("no room")
 
-    original = auto.measure_speeds
+    original = speed.measure_speed
     with (
-        patch.object(auto, "measure_speeds", fail if rank else original),
+        patch.object(speed, "measure_speed", fail if rank else original),
         pytest.raises(RuntimeError if rank == 0 else MemoryError, match="no room"),
     ):
         tagc.wrap(sharded(), policy(), ops="reference")

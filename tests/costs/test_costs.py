@@ -16,14 +16,13 @@ from tagc.costs import (
     Speed,
     StepCost,
     Traffic,
-    auto,
     codec_seconds,
-    measure_speeds,
     measured_time,
     memory_time,
     no_time,
     speed,
     speed_key,
+    timed_when_asked,
     traffic,
     unit_seconds,
 )
@@ -261,13 +260,15 @@ def test_every_codec_of_the_shipped_policies_has_a_speed() -> None:
     }
     policies = [*map(tagc.Policy.load, WRAPPED), tagc.Policy.load(packed)]
     link, shapes = Link(bandwidth=1e3), {p.name: p.shape for p in synthetic(1_000_000).params}
-    options = auto._Options()
-    for policy in policies:
-        plan = tagc.explain(shapes, policy, world_size=2, link=link, parameter_dtype=torch.bfloat16)
-        options(0, plan.all_units)
-    with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}):
-        ops, device = get_ops("cpu", "reference"), torch.device("cpu")
-        timed = measure_speeds(options.codecs, ops, device, repeats=1)
+    timed: dict[str, Speed] = {}
+    time = timed_when_asked(timed, get_ops("cpu", "reference"), torch.device("cpu"))
+    with patch.dict(speed._ELEMENTS, {"cpu": 1 << 12}), patch.object(speed, "_REPEATS", 1):
+        for policy in policies:
+            plan = tagc.explain(
+                shapes, policy, world_size=2, link=link, parameter_dtype=torch.bfloat16
+            )
+            for unit in plan.all_units:
+                codec_seconds(unit, time)
     assert len(timed) > 10
     assert all(found.encode > 0 and found.decode > 0 for found in timed.values())
 
@@ -282,7 +283,8 @@ SENDS = [name for name in data_parallel_policies() if name != "dense"]
 def test_every_policy_sends_less_than_dense_bf16(numel: int, ranks: int, per_host: int) -> None:
     """Bytes of a step that leave a host: parameters gathered in bf16, fp32 gradients."""
     link = Link(bandwidth=1.25e9, ranks_per_host=per_host)
-    question = Question(shapes=synthetic(numel), world_size=ranks, link=link)
+    shapes = synthetic(numel)
+    question = Question(shapes=shapes, world_size=ranks, ranks_per_host=per_host, link=link)
     advisor = Advisor(question, [Policy.load(name) for name in SENDS])
     assert not advisor.refused
     sent = {c.name: advisor.cost(c).wire_bytes for c in advisor.candidates}
