@@ -23,7 +23,6 @@ from tagc.costs.speed import (
     Speed,
     fastest,
     measured_time,
-    no_time,
     timed_when_asked,
 )
 from tagc.ops import get_ops
@@ -54,12 +53,6 @@ class FastestChoice:
     time: CodecTime
     notes: tuple[str, ...] = ()
     micro_batches: int = 1
-
-    @classmethod
-    def of(cls, link: Link, micro_batches: int) -> FastestChoice:
-        """Choices for a link that the user gives."""
-        note = "chosen for the given link; codec time is not included"
-        return cls(lambda _, option: link, no_time, (note,), micro_batches)
 
     def __call__(self, position: int, options: Sequence[UnitPlan]) -> Choice:
         seconds = [

@@ -10,8 +10,15 @@ import torch
 
 from tagc.costs.auto import FastestChoice, is_automatic
 from tagc.costs.explain import Setting
-from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic_and_codecs
-from tagc.costs.speed import CodecTime, Coding, memory_time, no_time, timed_when_asked
+from tagc.costs.link import GLOO_REDUCE_SCATTER, PAYS, Link, StepCost, Traffic, traffic
+from tagc.costs.speed import (
+    CodecTime,
+    Coding,
+    codec_seconds,
+    memory_time,
+    no_time,
+    timed_when_asked,
+)
 from tagc.ops import get_ops
 from tagc.plan import Direction, Segment, UnitInfo
 from tagc.policy import Policy, PolicyError
@@ -181,7 +188,14 @@ def _candidate(
     setting = replace(q, dtype=dtype, parameter_dtype=parameter_dtype, ranks_per_host=on_hosts)
     # The plan's warnings are ignored: the table shows if a policy sends more than dense.
     plan = setting.plan(policy, choose=choose)
-    work = traffic_and_codecs(plan, time, q.micro_batches)
+    # FSDP itself sends some units, among all ranks at once.
+    native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
+    sent: dict[tuple[Direction, int], Traffic] = {}
+    codec = 0.0
+    for unit in (*plan.all_units, *native):
+        key = (unit.direction, unit.info.world_size)
+        sent[key] = sent.get(key, Traffic()) + traffic(unit, q.micro_batches)
+        codec += codec_seconds(unit, time, q.micro_batches)
     memory = plan.memory.peak
     if q.ddp:  # the state of all parameters, and the gradients once more, in DDP's buckets
         trained = sum(param.numel for param in q.shapes.params if param.trainable)
@@ -191,10 +205,16 @@ def _candidate(
         memory += _training_bytes([unit.info for unit in plan.units], gathers)
     if not dense and q.micro_batches > 1:
         memory += plan.memory.waiting
-    if dense:
-        return Candidate(policy.name, *work, memory, dense=True)
-    rate = None if policy.tuning is None else policy.tuning.rate_factor
-    return Candidate(policy.name, *work, memory, waste=q.waste, chosen=chosen, rate=rate)
+    return Candidate(
+        policy.name,
+        sent,
+        codec,
+        memory,
+        dense=dense is not None,
+        waste=1.0 if dense else q.waste,
+        chosen=chosen,
+        rate=None if dense or policy.tuning is None else policy.tuning.rate_factor,
+    )
 
 
 def _training_bytes(reduces: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> int:

@@ -36,6 +36,7 @@ from tagc.plan import aligned, format_bytes
 from tagc.policy import Policy
 from tagc.policy.roles import role_of
 from tagc.policy.rules import DimensionRule, ExactActivationsConfig
+from tagc.policy.show import flow
 
 ACTIVATIONS = ("tp", "cp", "pp", "ep")
 """The dimensions that send activations."""
@@ -289,24 +290,15 @@ def _verdict(advice: list[DimensionAdvice], policy: Policy) -> list[str]:
     saved = f"{format_seconds(best)} a step instead of {format_seconds(dense)}"
     if len(names) == len(advice):
         return [f"Compress all activations, as policy {policy.name} does: {saved}."]
-    rules = ", ".join(f"{name}: {{codec: {_written(policy.dimensions[name])}}}" for name in names)
-    write = f"In a copy of {policy.name}, keep these dimensions only: {{{rules}}}."
+    kept = policy.model_dump(mode="json", include={"dimensions": {*names}}, exclude_unset=True)
+    write = f"In a copy of {policy.name}, keep these dimensions only: {flow(kept['dimensions'])}."
     if policy.name == "hybrid-3d":
-        write = f"Write {{schema: 1, extends: hybrid, dimensions: {{{rules}}}}}."
+        write = f"Write {flow({'schema': 1, 'extends': 'hybrid', **kept})}."
     return [
         f"Compress {' and '.join(names)}: {saved} (what lies inside hosts without "
         "--inside-bandwidth is not counted).",
         write,
     ]
-
-
-def _written(rule: DimensionRule) -> str:
-    """The codec, as in a policy."""
-    codec = rule.codec
-    if isinstance(codec, ExactActivationsConfig):
-        return "{kind: exact}"
-    rounding = "" if codec.rounding == "nearest" else f", rounding: {codec.rounding}"
-    return f"{{kind: quantized, bits: {codec.bits}, block: {codec.block}{rounding}}}"
 
 
 def data_ranks(mesh: Mapping[str, int], ranks_per_host: int) -> int:

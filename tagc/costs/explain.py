@@ -15,6 +15,7 @@ from tagc.basics.warn import warn
 from tagc.costs.auto import FastestChoice
 from tagc.costs.link import Link
 from tagc.costs.shapes import ModelError, ModelShapes
+from tagc.costs.speed import no_time
 from tagc.plan import Choose, Plan, UnitInfo, as_list, between_sites, build_plan, merged
 from tagc.policy import Policy, PolicyError
 
@@ -65,7 +66,8 @@ class Setting:
             )
         across = [replace(unit, world_size=self.replicas, ranks_per_host=1) for unit in units]
         if link is not None:
-            choose = FastestChoice.of(link, self.micro_batches)
+            note = "chosen for the given link; codec time is not included"
+            choose = FastestChoice(lambda *_: link, no_time, (note,), self.micro_batches)
         plan = build_plan(
             units,
             policy,

@@ -10,11 +10,11 @@ the memory that compute uses. The step is one long after warm-up.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from tagc.costs.speed import CodecTime, codec_seconds
 from tagc.ops.program import Send
-from tagc.plan import Direction, Plan, UnitPlan, sends_in_step
+from tagc.plan import UnitPlan, sends_in_step
 
 PAYS = 0.05
 """Compression pays if it saves this share of the seconds of the uncompressed form."""
@@ -123,17 +123,3 @@ class StepCost:
     @property
     def seconds(self) -> float:
         return self.compute + self.codec + self.link - self.hidden
-
-
-def traffic_and_codecs(
-    plan: Plan, time: CodecTime, micro_batches: int = 1
-) -> tuple[dict[tuple[Direction, int], Traffic], float]:
-    """What a rank sends in a step by direction and number of ranks, and its seconds in codecs."""
-    # FSDP itself sends some units, among all ranks at once.
-    native = (replace(unit, info=unit.info.in_one_level()) for unit in plan.native)
-    units = (*plan.all_units, *native)
-    sums: dict[tuple[Direction, int], Traffic] = {}
-    for unit in units:
-        key = (unit.direction, unit.info.world_size)
-        sums[key] = sums.get(key, Traffic()) + traffic(unit, micro_batches)
-    return sums, sum(codec_seconds(unit, time, micro_batches) for unit in units)

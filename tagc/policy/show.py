@@ -41,7 +41,7 @@ def with_smaller(policy: Policy, direction: str, index: int, numel: int) -> str:
     rule = getattr(policy, direction)[index].model_dump(mode="json", exclude_unset=True)
     rule["when"]["min_numel"] = numel
     base = os.path.basename(policy.name)
-    return f"schema: 1\nextends: {_flow(base)}\n{direction}: [{_flow(rule)}]"
+    return f"schema: 1\nextends: {flow(base)}\n{direction}: [{flow(rule)}]"
 
 
 def _lines(policy: Policy) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _lines(policy: Policy) -> Iterator[str]:
     content = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for key, value in content.items():
         if key not in DIRECTIONS and value != {}:
-            yield f"{key}: {_flow(value)}"
+            yield f"{key}: {flow(value)}"
     for direction in DIRECTIONS:
         rules = content.get(direction) or []
         if rules:
@@ -60,15 +60,16 @@ def _lines(policy: Policy) -> Iterator[str]:
             if origin != last:
                 yield f"  # {origin}"
             last = origin
-            lines = [f"{key}: {_flow(value)}" for key, value in rule.items()]
+            lines = [f"{key}: {flow(value)}" for key, value in rule.items()]
             yield from (("    " if i else "  - ") + line for i, line in enumerate(lines))
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """A value of a policy's file, in one line of YAML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     # Quote what YAML could read as something other than text.
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=2**31)
