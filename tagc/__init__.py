@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tagc.attach.torchft import SitesLostError
     from tagc.checkpoint import StateError
     from tagc.codecs.sketch.count_sketch import CountSketch, Decoded, Sketch
-    from tagc.costs import explain
+    from tagc.costs.explain import explain
     from tagc.groups.forward import activations, compress_activations
     from tagc.groups.mesh import dimension_options, init_device_mesh
     from tagc.handle.compressor import Compressor, compressor
@@ -62,7 +62,7 @@ _HOMES = {
     "compress_activations": "tagc.groups.forward",
     "compressor": "tagc.handle.compressor",
     "dimension_options": "tagc.groups.mesh",
-    "explain": "tagc.costs",
+    "explain": "tagc.costs.explain",
     "init_device_mesh": "tagc.groups.mesh",
     "policies": "tagc.policy",
     "sites": "tagc.site.setup",

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import tagc
-from tagc.costs import is_automatic
+from tagc.costs.auto import is_automatic
 
 from ..records import Record
 from .launch import UNLIMITED

@@ -22,7 +22,7 @@ from tagc.ops.symbols import SYMBOLS
 from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
 from tagc.policy import policies as listed_policies
 from tagc.selfcheck import Call, Recorder, examine, sketch_calls
-from tagc.selfcheck.calls import exponent_calls, idle
+from tagc.selfcheck.calls import exponent_calls
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _calls(device: torch.device) -> list[Call]:
     """The kinds of calls of the operators that the built-in policies make, and of what is used
     beside them."""
-    recorder, shapes = Recorder(idle()), synthetic(10**9)
+    recorder, shapes = Recorder(), synthetic(10**9)
     for policy in map(Policy.load, data_parallel_policies()):
         for dtype in (torch.float32, torch.bfloat16) if not is_automatic(policy) else ():
             plan = Setting(shapes=shapes, world_size=8, dtype=dtype).plan(policy)

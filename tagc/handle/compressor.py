@@ -7,7 +7,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -281,12 +280,12 @@ class Compressor(Handle):
             ValueError: if the copy is of another model or plan.
         """
         reducers = self._installed().all_reducers
-        sizes = [[tensor.shape for tensor in reducer.step_tensors()] for reducer in reducers]
-        if [shape for shapes in sizes for shape in shapes] != [t.shape for t in copy]:
+        shapes = [tensor.shape for reducer in reducers for tensor in reducer.step_tensors()]
+        if shapes != [tensor.shape for tensor in copy]:
             raise ValueError("the copy was not taken from this model under this plan")
         kept = iter(copy)
-        for reducer, shapes in zip(reducers, sizes, strict=True):
-            reducer.restore_step(list(islice(kept, len(shapes))), where)
+        for reducer in reducers:
+            reducer.restore_step([next(kept) for _ in reducer.step_tensors()], where)
         self._note("restore_residuals", where)
 
     def keep_rates(

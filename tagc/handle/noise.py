@@ -180,13 +180,12 @@ class LearningRateScaling:
         self._parts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._removed = False
         self.factors = [1.0] * len(optimizer.param_groups)
-        restore = untraced(self._restore)
         self._hooks = (
             optimizer.register_step_pre_hook(untraced(self._before)),
-            optimizer.register_step_post_hook(lambda *_: restore()),
+            optimizer.register_step_post_hook(untraced(lambda *_: self._restore())),
             optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
         )
-        self._step = self._restoring(optimizer.step, untraced(self._go_inside), restore)
+        self._step = self._restoring(optimizer.step)
         self._step_before = vars(optimizer).get("step")
         optimizer.step = self._step
         _KEPT.add(optimizer)
@@ -216,14 +215,10 @@ class LearningRateScaling:
         before.move_to_end(self._hooks[0].id)
         after.move_to_end(self._hooks[1].id, last=False)
 
-    def _restoring(
-        self,
-        step: Callable[..., Any],
-        go_inside: Callable[[], object],
-        restore: Callable[[], object],
-    ) -> Any:
+    def _restoring(self, step: Callable[..., Any]) -> Any:
         """``step``, but the user's rates are restored afterwards, even if it raises; torch then
         calls no hook. It is a method because torch's schedulers need one."""
+        go_inside, restore = untraced(self._go_inside), untraced(self._restore)
 
         @wraps(getattr(step, "__func__", step))  # torch's GradScaler reads its signature
         def restoring(_: Optimizer, *args: Any, **kwargs: Any) -> Any:

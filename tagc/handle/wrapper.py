@@ -34,8 +34,7 @@ from tagc.collect import (
     gather_by_rank,
     gather_merged,
 )
-from tagc.costs import is_automatic, measured_choice
-from tagc.costs.auto import FastestChoice
+from tagc.costs.auto import FastestChoice, is_automatic, measured_choice
 from tagc.groups.forward import watch_forward
 from tagc.groups.mesh import check_meshes
 from tagc.handle.collectives import (

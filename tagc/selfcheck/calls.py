@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tagc.ops import Ops, get_ops
+from tagc.ops import Ops
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.sketch import SketchLayout
 
@@ -54,15 +53,15 @@ class Call:
 
 
 class Recorder:
-    """Operators that record their calls and pass them on; takes the place of
-    :class:`tagc.ops.Ops`. ``calls`` are the kinds of calls so far, in order of first use; ``new``
-    is called after one of a new kind."""
+    """Operators that record their calls and pass them on to ``ops``, if there are any; takes the
+    place of :class:`tagc.ops.Ops`. ``calls`` are the kinds of calls so far, in order of first use;
+    ``new`` is called after one of a new kind."""
 
-    def __init__(self, ops: Ops, new: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, ops: Ops | None = None, new: Callable[[], None] = lambda: None) -> None:
         self._ops, self._new = ops, new
         self.calls: dict[Call, None] = {}
         for name in OPERATORS:
-            setattr(self, name, self._noting(name, getattr(ops, name)))
+            setattr(self, name, partial(self._note, name, inspect.signature(getattr(Ops, name))))
 
     def __getattr__(self, name: str) -> Any:
         # Everything else in `Ops`: preparations, and the release of buffers.
@@ -72,20 +71,15 @@ class Recorder:
     def ops(self) -> Ops:
         return cast(Ops, self)
 
-    def _noting(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(operator)
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            returned = operator(*args, **kwargs)
-            call = call_of(name, given.arguments)
-            if call not in self.calls:
-                self.calls[call] = None
-                self._new()
-            return returned
-
-        return noting
+    def _note(self, name: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        returned = None if self._ops is None else getattr(self._ops, name)(*args, **kwargs)
+        call = call_of(name, given.arguments)
+        if call not in self.calls:
+            self.calls[call] = None
+            self._new()
+        return returned
 
 
 def call_of(operator: str, arguments: dict[str, Any]) -> Call:
@@ -95,17 +89,6 @@ def call_of(operator: str, arguments: dict[str, Any]) -> Call:
     rest = 0 if "layout" in arguments else first.shape[-1] % 16
     given = {name: a.dtype if isinstance(a, Tensor) else a for name, a in arguments.items()}
     return Call.of(operator, *rows, rest=rest, **given)
-
-
-def idle() -> Ops:
-    """Operators that do nothing, to record what a rehearsal calls."""
-    reference = get_ops("cpu", "reference")
-
-    def like(operator: Callable[..., Any]) -> Callable[..., None]:
-        return wraps(operator)(lambda *args, **kwargs: None)  # with its signature
-
-    operators = {name: like(getattr(reference, name)) for name in OPERATORS}
-    return cast(Ops, SimpleNamespace(**operators))
 
 
 def exponent_calls(layout: ExponentLayout, ranks: int = 2) -> Iterator[Call]:

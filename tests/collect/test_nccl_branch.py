@@ -23,8 +23,9 @@ from support.marks import slow
 from support.paths import ROOT
 from support.small_net import local_weights
 from support.uneven_block import SHIPPED, data, end_warm_up, sharded
-from tagc.costs import Link, no_time
 from tagc.costs.auto import FastestChoice
+from tagc.costs.link import Link
+from tagc.costs.speed import no_time
 from tagc.handle import wrapper
 
 WAYS = {"flat": 2, "hosts": 4, "replicas": 4}

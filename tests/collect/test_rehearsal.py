@@ -17,7 +17,6 @@ from support.states import POLICIES, QUANTIZED, rules, run, wrapped
 from tagc.collect import rehearse
 from tagc.ops import get_ops
 from tagc.selfcheck import Call, Recorder
-from tagc.selfcheck.calls import idle
 
 
 def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[Call], set[Call]]:
@@ -33,7 +32,7 @@ def called(rank: int, policy: Any, hosts: int | None, copies: int) -> tuple[set[
     recorder.calls.clear()
     run(model, rank, range(3))
     trained = set(recorder.calls)
-    rehearsed = Recorder(idle())
+    rehearsed = Recorder()
     rehearse(tagc.compressor(model).plan(), rehearsed.ops, stamped=False)
     dist.barrier()
     return trained, set(rehearsed.calls)

@@ -20,7 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tagc
 from support.distributed import on_ranks, run_ranks
 from tagc.collect import Transport, gather_merged, transport
-from tagc.costs import Link, Speed, auto, speed
+from tagc.costs import auto, speed
+from tagc.costs.link import Link
+from tagc.costs.speed import Speed
 from tagc.handle import wrapper
 from tagc.plan import UnitInfo, UnitParam, build_plan
 from tagc.policy import Policy

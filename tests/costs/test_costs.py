@@ -11,24 +11,19 @@ import torch
 
 import tagc
 from support.marks import slow
-from tagc.costs import (
-    Link,
+from tagc.costs import speed
+from tagc.costs.candidates import Advisor, Question
+from tagc.costs.link import GLOO_REDUCE_SCATTER, Link, StepCost, Traffic, traffic, unit_seconds
+from tagc.costs.shapes import synthetic
+from tagc.costs.speed import (
     Speed,
-    StepCost,
-    Traffic,
     codec_seconds,
     measured_time,
     memory_time,
     no_time,
-    speed,
     speed_key,
     timed_when_asked,
-    traffic,
-    unit_seconds,
 )
-from tagc.costs.candidates import Advisor, Question
-from tagc.costs.link import GLOO_REDUCE_SCATTER
-from tagc.costs.shapes import synthetic
 from tagc.ops import get_ops
 from tagc.plan import (
     UnitInfo,

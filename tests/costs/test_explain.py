@@ -21,7 +21,7 @@ from support.distributed import as_on_nccl, on_ranks
 from support.uneven_block import Block, sharded
 from tagc.attach import ddp
 from tagc.commands.cli import main
-from tagc.costs import Link
+from tagc.costs.link import Link
 from tagc.plan import format_bytes
 
 BF16 = torch.bfloat16

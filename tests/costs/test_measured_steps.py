@@ -15,8 +15,7 @@ from benchmarks.network.launch import UNLIMITED, bits_per_second, burst
 from benchmarks.network.report import Group, group
 from benchmarks.records import read
 from support.paths import ROOT
-from tagc.costs import Link, Traffic
-from tagc.costs.link import GLOO_REDUCE_SCATTER
+from tagc.costs.link import GLOO_REDUCE_SCATTER, Link, Traffic
 
 RECORDS = ROOT / "benchmarks" / "results" / "network.jsonl"
 
