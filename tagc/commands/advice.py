@@ -35,7 +35,7 @@ from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 
 
-def explain(args: argparse.Namespace) -> int:
+def explain(args: argparse.Namespace) -> str:
     listed = policies()
     if args.model in listed or args.params is not None:
         policy = args.model if args.model in listed else args.policy
@@ -72,8 +72,7 @@ def explain(args: argparse.Namespace) -> int:
         traffic = _traffic(args, shapes, policy, mesh)
         shapes = one_stage(shapes, mesh)
         if alone and not args.json:
-            print(traffic_table(traffic, args.tokens))
-            return 0
+            return traffic_table(traffic, args.tokens)
     plan = _plan(args, shapes, policy)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -81,13 +80,11 @@ def explain(args: argparse.Namespace) -> int:
         data = plan_data(shapes, plan)
         if traffic is not None:
             data["dimensions"] = [asdict(each) for each in traffic]
-        return print_json(data)
+        return as_json(data)
     source = f" ({shapes.source})" if shapes.source else ""
-    print(f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}")
-    print(plan)
-    if traffic is not None:
-        print(f"\n{traffic_table(traffic, args.tokens)}")
-    return 0
+    head = f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}"
+    beside = "" if traffic is None else f"\n\n{traffic_table(traffic, args.tokens)}"
+    return f"{head}\n{plan}{beside}"
 
 
 def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan:
@@ -101,7 +98,7 @@ def _plan(args: argparse.Namespace, shapes: ModelShapes, policy: Policy) -> Plan
         raise PolicyError(f"{error}{option}") from None
 
 
-def advise(args: argparse.Namespace) -> int:
+def advise(args: argparse.Namespace) -> str:
     mesh = _mesh(args)
     together = 1 if mesh is None else data_ranks(mesh, args.ranks_per_host)
     shared = mesh is not None and together == args.world
@@ -137,7 +134,7 @@ def advise(args: argparse.Namespace) -> int:
     shapes = load_model(args.model if args.params is None else args.params)
     if of_sites:
         return _advise_sites(args, shapes)
-    link, dimensions = _link(args), []
+    link, dimensions, lines = _link(args), [], []
     if mesh is None:
         _check_ranks(args)
     else:
@@ -149,10 +146,9 @@ def advise(args: argparse.Namespace) -> int:
         lines = advice_table(advice, link, policy) if advice else []
         if shared and together > 1:
             lines += ["", f"FSDP's {together} ranks share a host: leave its traffic to it."]
-        if not args.json:
-            print("\n".join(lines if shared else [*lines, ""]))
         if shared:
-            return print_json({"dimensions": dimensions}) if args.json else 0
+            return as_json({"dimensions": dimensions}) if args.json else "\n".join(lines)
+        lines.append("")
         shapes, link = one_stage(shapes, mesh), link_of(link, together)
         args.ranks_per_host = together
     if args.world == link.ranks_per_host:
@@ -161,20 +157,18 @@ def advise(args: argparse.Namespace) -> int:
     if plots is not None:
         draw(advisor, plots, str(args.plot))
     if args.json:
-        return print_json(advice_data(advisor) | {"dimensions": dimensions})
-    print(report(advisor))
-    return 0
+        return as_json(advice_data(advisor) | {"dimensions": dimensions})
+    return "\n".join([*lines, report(advisor)])
 
 
-def _advise_sites(args: argparse.Namespace, shapes: ModelShapes) -> int:
+def _advise_sites(args: argparse.Namespace, shapes: ModelShapes) -> str:
     question = _question(args, shapes, _link(args))
     loaded = map(Policy.load, [*policies(), *args.policy])
     chosen = [p for p in loaded if not (p.dimensions or is_automatic(p) or p.name == "dense")]
     costs, refused = site_costs(question, chosen)
     if args.json:
-        return print_json({"candidates": [asdict(cost) for cost in costs], "refused": refused})
-    print(site_report(question, costs, refused))
-    return 0
+        return as_json({"candidates": [asdict(cost) for cost in costs], "refused": refused})
+    return site_report(question, costs, refused)
 
 
 def _question(args: argparse.Namespace, shapes: ModelShapes, link: Link) -> Question:
@@ -287,7 +281,5 @@ def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
     return mesh
 
 
-def print_json(data: Any) -> int:
-    """Print, and return the exit status 0."""
-    print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
-    return 0
+def as_json(data: Any) -> str:
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)

@@ -7,20 +7,23 @@ import importlib
 import itertools
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
 from tagc.basics.plots import PlotsUnavailableError
 from tagc.collect import rehearse
-from tagc.commands.advice import advise, explain, print_json
+from tagc.commands.advice import advise, as_json, explain
 from tagc.costs.auto import is_automatic
 from tagc.costs.explain import Setting
 from tagc.costs.shapes import ModelError, synthetic
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
+from tagc.plan import aligned
 from tagc.policy import Policy, PolicyError, data_parallel_policies, json_schema, show
 from tagc.policy import policies as listed_policies
+from tagc.policy.policy import DIRECTIONS
 from tagc.selfcheck import Call, Recorder, examine, sketch_calls
 from tagc.selfcheck.calls import exponent_calls
 
@@ -28,7 +31,10 @@ from tagc.selfcheck.calls import exponent_calls
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand that the arguments name. Returns 2 if the input is not valid."""
     try:
-        return _COMMANDS[args.command](args)
+        found = _COMMANDS[args.command](args)
+        if isinstance(found, str):
+            print(found)
+        return found if isinstance(found, int) else 0
     except (PolicyError, ModelError, PlotsUnavailableError) as error:
         print(_printable(str(error)), file=sys.stderr)
         return 2
@@ -42,37 +48,19 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def _policies(args: argparse.Namespace) -> int:
+def _policies(args: argparse.Namespace) -> str:
     listed = listed_policies()
     if args.json:
-        return print_json([{"name": name, "about": about} for name, about in listed.items()])
-    width = max(map(len, listed))
-    for name, about in listed.items():
-        print(f"{name:{width}}  {about}")
-    return 0
+        return as_json([{"name": name, "about": about} for name, about in listed.items()])
+    return "\n".join(aligned([*listed.items()], left=(0, 1)))
 
 
-def _validate(args: argparse.Namespace) -> int:
+def _validate(args: argparse.Namespace) -> str:
     policy = Policy.load(args.file)
-    rules = {
-        "gradients": policy.gradients,
-        "parameters": policy.parameters,
-        "replicas": policy.replicas,
-    }
-    each = ", ".join(f"{len(found)} for {what}" for what, found in rules.items() if found)
-    count = sum(map(len, rules.values()))
-    print(f"ok {policy.name}: {count} rule{'' if count == 1 else 's'} ({each})")
-    return 0
-
-
-def _show(args: argparse.Namespace) -> int:
-    print(show(args.file), end="")
-    return 0
-
-
-def _schema(args: argparse.Namespace) -> int:
-    print(json_schema(), end="")
-    return 0
+    counts = {what: len(getattr(policy, what)) for what in DIRECTIONS}
+    each = ", ".join(f"{n} for {what}" for what, n in counts.items() if n)
+    count = sum(counts.values())
+    return f"ok {policy.name}: {count} rule{'' if count == 1 else 's'} ({each})"
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -115,11 +103,12 @@ def _benchmarks(argv: list[str]) -> int:
     return importlib.import_module("tagc.benchmarks.suites").main(argv)
 
 
-_COMMANDS = {
+# They return what to print, or an exit status.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], str | int]] = {
     "policies": _policies,
     "validate": _validate,
-    "show": _show,
-    "schema": _schema,
+    "show": lambda args: show(args.file).removesuffix("\n"),
+    "schema": lambda args: json_schema().removesuffix("\n"),
     "bench": _bench,
     "doctor": _doctor,
     "explain": explain,
