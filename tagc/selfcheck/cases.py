@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,26 +14,308 @@ from tagc.ops.dense import STAMP_WORDS
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
-from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Maker, small_encoder
+from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Tensors, small_encoder
+
+# What a merged operator calls the arguments of its second part.
+_RENAMED = {"message": "whole", "out": "rows"}
 
 
 def case_of(call: Call, inputs: Inputs = USUAL) -> Case:
     """The same inputs every time."""
     name = str(call) if inputs == USUAL else f"{call} {inputs}"
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
-    return _MAKERS[call.operator](Maker(call, inputs, generator))
+    made: Case = getattr(Maker(call, inputs, generator), call.operator)()
+    return made
 
 
-def _quantize(m: Maker) -> Case:
-    R = m.inputs.destinations
-    case = _elementwise(m, R)
-    if m.inputs.kind == "ties" and m.layout.numel:
-        m.put(case, _halfway(m.layout.levels).expand(R))
-    if m.call["dither"] is not None:
-        # Both signs, and a different one for each row.
-        signs = [GARBAGE, ~GARBAGE][:R]
-        case.tensors["dither"] = torch.tensor(signs, dtype=torch.int32, device="cpu")
-    return case
+class Maker(Tensors):
+    """A method makes the inputs for the operator of its name."""
+
+    def quantize(self) -> Case:
+        R = self.inputs.destinations
+        case = self._elementwise(R)
+        if self.inputs.kind == "ties" and self.layout.numel:
+            self.put(case, _halfway(self.layout.levels).expand(R))
+        if self.call["dither"] is not None:
+            # Both signs, and a different one for each row.
+            signs = [GARBAGE, ~GARBAGE][:R]
+            case.tensors["dither"] = torch.tensor(signs, dtype=torch.int32, device="cpu")
+        return case
+
+    def quantize_matrix(self) -> Case:
+        (D,) = self.call.rows
+        if self.inputs.small:
+            self.layout, D = small_encoder(self.call["layout"], D)
+        return self._elementwise(D)
+
+    def _elementwise(self, destinations: int) -> Case:
+        residual = self.call["residual"]
+        return self.case(
+            {
+                "grad": self.spoilt(self.elements(destinations, self.call["grad"])),
+                "residual": None if residual is None else self.elements(destinations, residual),
+                "message": self.garbage(destinations, self.layout.words),
+            }
+        )
+
+    def dequantize(self) -> Case:
+        """Messages for at most two results, of blocks or of matrices."""
+        K, R = min(self.call.rows[0], 2), self.call.rows[1]
+        message = self.garbage(K * R, self.layout.words)
+        quantize = getattr(self.reference, self.call.operator.removeprefix("de"))
+        sent = self.spoilt(self.elements(K * R, torch.float32))
+        quantize(sent, None, message, layout=self.layout, average=0.0)
+        made = self.values if self.call["add"] else self.garbage
+        out = made(K, self.layout.numel, dtype=self.call["out"])
+        return self.case({"message": message.view(K, R, -1), "out": out})
+
+    dequantize_matrix = dequantize
+
+    def _changed(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Old rows, and new ones, of which no two have the same share of changes."""
+        shape = rows, self.layout.numel
+        old = self.spoilt(self.values(*shape, dtype=self.layout.dtype))
+        by = self.values(*shape, dtype=torch.float32)
+        step = torch.exp2(self.uniform(rows, 1) * -16)
+        if self.inputs.kind == "ties":
+            step = (self.uniform(*shape) < step).float()  # some elements change
+        new = (old.float() + step * by).to(self.layout.dtype)
+        if self.inputs.kind == "rough":
+            self.spoilt(new)
+        return old, new
+
+    def _measured(self, rows: int) -> list[dict[str, Tensor]]:
+        """Rows, each with a plan."""
+        found = []
+        for old, new in zip(*(x.split(1) for x in self._changed(rows)), strict=True):
+            plan = self.garbage(1, self.layout.plan_words)
+            self.reference.measure_exact(new, old, plan, layout=self.layout)
+            found.append({"new": new, "old": old, "plan": plan})
+        return found
+
+    def measure_exact(self) -> Case:
+        old, new = self._changed(1)
+        return self.case({"new": new, "old": old, "plan": self.garbage(1, self.layout.plan_words)})
+
+    def encode_exact(self) -> Case:
+        (row,) = self._measured(1)
+        return self.case({**row, "message": self.garbage(1, self.layout.words)})
+
+    def decode_exact(self) -> Case:
+        rows = self._measured(min(self.call.rows[0], 4))
+        message = self.garbage(len(rows), self.layout.words)
+        for words, row in zip(message, rows, strict=True):
+            self.reference.encode_exact(**row, message=words[None], layout=self.layout)
+        return self.case({"message": message, "rows": torch.cat([row["old"] for row in rows])})
+
+    def select(self) -> Case:
+        layout, capacity, R = self.layout, self.capacity(), self.inputs.destinations
+        x = self.values(R, layout.numel, dtype=self.call["x"])
+        tensors = {
+            "x": self.spoilt(x),
+            "threshold": self.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
+            "bitmap": self.garbage(R, layout.words),
+            "counts": self.garbage(R, COUNTS),
+        }
+        return self.case(tensors, capacity=capacity)
+
+    def encode(self) -> Case:
+        layout, capacity, W = self.layout, self.capacity(), self.inputs.destinations
+        shape = (W, layout.numel)
+        grad = self.values(*shape, dtype=self.call["grad"])
+        residual = self.call["residual"]
+        threshold = self.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
+        step = torch.exp2(torch.log2(threshold).floor() - 2)
+        seed = zlib.crc32(str(self.call).encode()) % 2**31
+        tensors = {
+            "grad": self.spoilt(grad),
+            "residual": None if residual is None else self.values(*shape, dtype=residual),
+            "threshold": threshold,
+            "step": step,
+            "seed": torch.tensor([seed], dtype=torch.int32, device="cpu"),
+            "index": self.garbage(W, layout.index_words),
+            "cells": self.garbage(W, layout.cells),
+            "counts": self.garbage(W, COUNTS),
+            "support": None,
+        }
+        if self.call["support"] is not None:
+            tensors["support"] = self.support(W, layout.groups, capacity)
+        case = self.case(tensors, capacity=capacity)
+        if self.inputs.kind == "ties" and layout.numel:
+            # The largest that is not clipped.
+            self.put(case, self.call["levels"] * step)
+        return case
+
+    def decode(self) -> Case:
+        layout, out, residual = self.layout, self.call["out"], self.call["residual"]
+        # The messages of W ranks, encoded as rows for W destinations.
+        W, symbol = max(2, self.call.rows[0]), layout.symbol
+        capacity = layout.keys // W
+        x = self.values(W, layout.numel, dtype=torch.float32)
+        threshold = self.threshold(x, 0.5 * _share_of(layout, capacity), symbol.lanes)
+        index = self.garbage(W, layout.index_words)
+        cells = self.garbage(W, layout.cells)
+        step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
+        seed = torch.tensor([12345], dtype=torch.int32, device="cpu")
+        self.reference.encode(
+            x, None, threshold, step, seed, index, cells, self.garbage(W, COUNTS),
+            layout=layout, levels=symbol.levels(W), capacity=capacity,
+        )  # fmt: skip
+        tensors = {
+            "index": index,
+            "cells": cells.sum(0, dtype=cells.dtype),
+            "step": step[:1].clone(),
+            "seed": seed,
+            "out": self.garbage(layout.numel, dtype=out),
+            "residual": None if residual is None else self.values(layout.numel, dtype=residual),
+            "stats": self.garbage(2),
+        }
+        return replace(self.case(tensors), scratch=("cells",))
+
+    def _inserted(self) -> dict[str, Tensor]:
+        symbols = 4 * self.values(1, self.layout.groups, dtype=torch.float32)[0]
+        return {
+            "symbols": symbols.to(torch.int32),
+            "index": self.bits(1, self.layout.groups, self.layout.keys)[0],
+            "seed": torch.tensor([54321], dtype=torch.int32, device="cpu"),
+            "cells": self.garbage(self.layout.cells),
+        }
+
+    def insert(self) -> Case:
+        return self.case(self._inserted())
+
+    def peel(self) -> Case:
+        tensors = self._inserted()
+        self.reference.insert(**tensors, layout=self.layout)
+        return self.case({name: tensors[name] for name in ("cells", "index", "seed")})
+
+    def pack_exponents(self) -> Case:
+        rows = self.inputs.destinations
+        x = self._of_exponents(rows)
+        return self.case({"rows": x, "message": self.garbage(rows, self.layout.raw_words)})
+
+    def _of_exponents(self, rows: int) -> Tensor:
+        """Rows with exceptions, of which the last one's do not all fit, unless inputs are usual."""
+        x = self.spoilt(self.values(rows, self.layout.numel, dtype=torch.bfloat16))
+        if self.inputs.kind == "ties":
+            x[-1, ::21] *= 2.0**40
+            x[:-1, ::101] *= 2.0**-40
+        return x
+
+    def unpack_exponents(self) -> Case:
+        x = self._of_exponents(min(self.call.rows[0], 4))
+        message = self.garbage(len(x), self.layout.raw_words)
+        self.reference.pack_exponents(x, message, layout=self.layout)
+        if self.inputs.kind == "usual":
+            message = message[:, : self.layout.words].contiguous()
+        return self.case({"message": message, "rows": self.garbage(*x.shape, dtype=x.dtype)})
+
+    def undo_lag(self) -> Case:
+        n = self.numel
+        tensors: dict[str, Tensor | None] = {
+            "decoded": self.spoilt(self.values(1, n, dtype=torch.float32))[0],
+            "sent": self.values(n, dtype=torch.float32),
+            "out": self.garbage(n, dtype=self.call["out"]),
+        }
+        return self.case(tensors)
+
+    def fingerprint(self) -> Case:
+        x = self.values(self.numel, dtype=self.call["x"])
+        tensors = {"x": x, **_no_fingerprint(), "changed": None}
+        if self.call["changed"] is not None:
+            self.reference.fingerprint(x, tensors["sums"], tensors["before"])
+            tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
+            x[-1:].neg_()
+        return self.case(tensors)
+
+    def _stamp(self) -> Tensor | None:
+        if self.call["stamp"] is None:
+            return None
+        return torch.tensor([GARBAGE + 1, 41], dtype=torch.int32, device="cpu")
+
+    def put_dense(self) -> Case:
+        columns, words = self.columns_and_words()
+        D = self.inputs.destinations
+        x = self.spoilt(self.values(D, columns, dtype=self.call["x"]))
+        return self.case({"x": x, "message": self.garbage(D, words), "stamp": self._stamp()})
+
+    def sum_dense(self) -> Case:
+        columns, words = self.columns_and_words()
+        K, R = min(self.call.rows[0], 2), self.call.rows[1]
+        stamp = self._stamp()
+        message = self.garbage(K * R, words)
+        x = self.spoilt(self.values(K * R, columns, dtype=self.layout.wire))
+        self.reference.put_dense(x, message, stamp, layout=self.layout)
+        wrong, spoils = None, self.inputs.kind == "ties"
+        if self.call["wrong"] is not None:
+            wrong = torch.tensor([stamp is None and spoils], dtype=torch.bool, device="cpu")
+        if stamp is not None and spoils:
+            message[-1, self.layout.tail + self.inputs.seed % STAMP_WORDS] += 1
+        out = self.values(K, columns, dtype=self.call["out"])
+        return self.case(
+            {"message": message.view(K, R, words), "out": out, "stamp": stamp, "wrong": wrong}
+        )
+
+    def quantize_and_put(self) -> Case:
+        if self.call["sums"] is None:
+            return self._merged("quantize", "put_dense")
+        case = self.with_one_row()._merged("quantize", "put_dense")
+        case.tensors.update(_no_fingerprint())
+        return case
+
+    def dequantize_and_sum(self) -> Case:
+        case = self._merged("dequantize", "sum_dense")
+        if self.call["sent"] is None:
+            return case
+        n = self.layout.numel
+        case.tensors["sent"] = self.values(n, dtype=torch.float32)
+        case.tensors["ahead"] = self.garbage(n, dtype=self.call["ahead"])
+        return replace(case, scratch=("out",))
+
+    def _merged(self, codes: str, pieces: str) -> Case:
+        """The tensors of two operators' cases. The second one's messages and rows contain the first
+        one's in training; here they are beside them."""
+        layout = self.call["layout"]
+        if not isinstance(layout, BlockLayout):
+            codes += "_matrix"
+        part = self.part(codes, layout)
+        first = getattr(part, codes)()
+        self.layout = part.layout
+        message = first.tensors["message"]
+        assert message is not None
+        if message.dim() == 2:
+            self.inputs = replace(self.inputs, destinations=len(message))
+        second = getattr(self.part(pieces, self.call["dense"]), pieces)()
+        given = {name: None for name, _ in self.call.dtypes} | first.tensors
+        given |= {_RENAMED.get(name, name): x for name, x in second.tensors.items()}
+        return self.case(given, dense=second.call["layout"])
+
+    def steer(self) -> Case:
+        segments, destinations = self.call.rows
+        # More than one program has threads for.
+        segments += 128 // destinations
+        shape = segments, destinations
+        # Counts near the target, far from it, and zero; few or many saturated.
+        counts = self.uniform(*shape, COUNTS) * torch.exp2(11 * self.uniform(*shape, 1))
+        counts[..., SATURATED] *= torch.exp2(-12 * self.uniform(*shape))
+        counts[self.uniform(*shape) < 0.1] = 0
+        counts[self.uniform(*shape) < 0.1, ABOVE] = 0
+        scale = torch.exp2((4 * self.uniform(segments)).floor())
+        scale[::7] = 0
+        state = torch.empty(STATES, *shape, dtype=torch.float32, device="cpu")
+        state[THRESHOLD] = torch.exp2(20 * self.uniform(*shape) - 15)
+        state[BOOST] = torch.exp2((3 * self.uniform(*shape)).floor())
+        state[BIAS], state[EXPONENT] = 1 + self.uniform(*shape), 1 / 32 + self.uniform(*shape) / 3
+        state[SIDE] = (3 * self.uniform(*shape)).floor() - 1
+        state[STEP] = torch.nan
+        tensors = {
+            "counts": counts.int(),
+            "target": 700 * (0.5 + self.uniform(segments)),
+            "max_boost": torch.exp2((3 * self.uniform(segments)).floor()),
+            "scale": scale,
+            "state": state,
+        }
+        return self.case(tensors)
 
 
 def _halfway(levels: int) -> Tensor:
@@ -44,335 +325,11 @@ def _halfway(levels: int) -> Tensor:
     return near[near * torch.tensor(1 / levels, dtype=torch.float32, device="cpu") == half][0]
 
 
-def _quantize_matrix(m: Maker) -> Case:
-    (D,) = m.call.rows
-    if m.inputs.small:
-        m.layout, D = small_encoder(m.call["layout"], D)
-    return _elementwise(m, D)
-
-
-def _elementwise(m: Maker, destinations: int) -> Case:
-    residual = m.call["residual"]
-    return m.case(
-        {
-            "grad": m.spoilt(m.elements(destinations, m.call["grad"])),
-            "residual": None if residual is None else m.elements(destinations, residual),
-            "message": m.garbage(destinations, m.layout.words),
-        }
-    )
-
-
-def _dequantize(m: Maker) -> Case:
-    """Messages for at most two results, of blocks or of matrices."""
-    K, R = min(m.call.rows[0], 2), m.call.rows[1]
-    message = m.garbage(K * R, m.layout.words)
-    quantize = getattr(m.reference, m.call.operator.removeprefix("de"))
-    sent = m.spoilt(m.elements(K * R, torch.float32))
-    quantize(sent, None, message, layout=m.layout, average=0.0)
-    made = m.values if m.call["add"] else m.garbage
-    out = made(K, m.layout.numel, dtype=m.call["out"])
-    return m.case({"message": message.view(K, R, -1), "out": out})
-
-
-def _changed(m: Maker, rows: int) -> tuple[Tensor, Tensor]:
-    """Old rows, and new ones, of which no two have the same share of changes."""
-    shape = rows, m.layout.numel
-    old = m.spoilt(m.values(*shape, dtype=m.layout.dtype))
-    by = m.values(*shape, dtype=torch.float32)
-    step = torch.exp2(m.uniform(rows, 1) * -16)
-    if m.inputs.kind == "ties":
-        step = (m.uniform(*shape) < step).float()  # some elements change
-    new = (old.float() + step * by).to(m.layout.dtype)
-    if m.inputs.kind == "rough":
-        m.spoilt(new)
-    return old, new
-
-
-def _measured(m: Maker, rows: int) -> list[dict[str, Tensor]]:
-    """Rows, each with a plan."""
-    found = []
-    for old, new in zip(*(x.split(1) for x in _changed(m, rows)), strict=True):
-        plan = m.garbage(1, m.layout.plan_words)
-        m.reference.measure_exact(new, old, plan, layout=m.layout)
-        found.append({"new": new, "old": old, "plan": plan})
-    return found
-
-
-def _measure_exact(m: Maker) -> Case:
-    old, new = _changed(m, 1)
-    return m.case({"new": new, "old": old, "plan": m.garbage(1, m.layout.plan_words)})
-
-
-def _encode_exact(m: Maker) -> Case:
-    (row,) = _measured(m, 1)
-    return m.case({**row, "message": m.garbage(1, m.layout.words)})
-
-
-def _decode_exact(m: Maker) -> Case:
-    rows = _measured(m, min(m.call.rows[0], 4))
-    message = m.garbage(len(rows), m.layout.words)
-    for words, row in zip(message, rows, strict=True):
-        m.reference.encode_exact(**row, message=words[None], layout=m.layout)
-    return m.case({"message": message, "rows": torch.cat([row["old"] for row in rows])})
-
-
 def _share_of(layout: SketchLayout, capacity: int) -> float:
     """A share of the groups that exceeds the capacity, so that some are dropped."""
     return min(1.0, 1.2 * capacity / max(1, layout.groups))
 
 
-def _select(m: Maker) -> Case:
-    layout, capacity, R = m.layout, m.capacity(), m.inputs.destinations
-    x = m.values(R, layout.numel, dtype=m.call["x"])
-    tensors = {
-        "x": m.spoilt(x),
-        "threshold": m.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
-        "bitmap": m.garbage(R, layout.words),
-        "counts": m.garbage(R, COUNTS),
-    }
-    return m.case(tensors, capacity=capacity)
-
-
-def _encode(m: Maker) -> Case:
-    layout, capacity, W = m.layout, m.capacity(), m.inputs.destinations
-    shape = (W, layout.numel)
-    grad = m.values(*shape, dtype=m.call["grad"])
-    residual = m.call["residual"]
-    threshold = m.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
-    step = torch.exp2(torch.log2(threshold).floor() - 2)
-    seed = zlib.crc32(str(m.call).encode()) % 2**31
-    tensors = {
-        "grad": m.spoilt(grad),
-        "residual": None if residual is None else m.values(*shape, dtype=residual),
-        "threshold": threshold,
-        "step": step,
-        "seed": torch.tensor([seed], dtype=torch.int32, device="cpu"),
-        "index": m.garbage(W, layout.index_words),
-        "cells": m.garbage(W, layout.cells),
-        "counts": m.garbage(W, COUNTS),
-        "support": None,
-    }
-    if m.call["support"] is not None:
-        tensors["support"] = m.support(W, layout.groups, capacity)
-    case = m.case(tensors, capacity=capacity)
-    if m.inputs.kind == "ties" and layout.numel:
-        # The largest that is not clipped.
-        m.put(case, m.call["levels"] * step)
-    return case
-
-
-def _decode(m: Maker) -> Case:
-    layout, out, residual = m.layout, m.call["out"], m.call["residual"]
-    # The messages of W ranks, encoded as rows for W destinations.
-    W, symbol = max(2, m.call.rows[0]), layout.symbol
-    capacity = layout.keys // W
-    x = m.values(W, layout.numel, dtype=torch.float32)
-    threshold = m.threshold(x, 0.5 * _share_of(layout, capacity), symbol.lanes)
-    index = m.garbage(W, layout.index_words)
-    cells = m.garbage(W, layout.cells)
-    step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
-    seed = torch.tensor([12345], dtype=torch.int32, device="cpu")
-    m.reference.encode(
-        x, None, threshold, step, seed, index, cells, m.garbage(W, COUNTS),
-        layout=layout, levels=symbol.levels(W), capacity=capacity,
-    )  # fmt: skip
-    tensors = {
-        "index": index,
-        "cells": cells.sum(0, dtype=cells.dtype),
-        "step": step[:1].clone(),
-        "seed": seed,
-        "out": m.garbage(layout.numel, dtype=out),
-        "residual": None if residual is None else m.values(layout.numel, dtype=residual),
-        "stats": m.garbage(2),
-    }
-    return replace(m.case(tensors), scratch=("cells",))
-
-
-def _inserted(m: Maker) -> dict[str, Tensor]:
-    symbols = 4 * m.values(1, m.layout.groups, dtype=torch.float32)[0]
-    return {
-        "symbols": symbols.to(torch.int32),
-        "index": m.bits(1, m.layout.groups, m.layout.keys)[0],
-        "seed": torch.tensor([54321], dtype=torch.int32, device="cpu"),
-        "cells": m.garbage(m.layout.cells),
-    }
-
-
-def _peel(m: Maker) -> Case:
-    tensors = _inserted(m)
-    m.reference.insert(**tensors, layout=m.layout)
-    return m.case({name: tensors[name] for name in ("cells", "index", "seed")})
-
-
-def _pack_exponents(m: Maker) -> Case:
-    rows = m.inputs.destinations
-    x = _of_exponents(m, rows)
-    return m.case({"rows": x, "message": m.garbage(rows, m.layout.raw_words)})
-
-
-def _of_exponents(m: Maker, rows: int) -> Tensor:
-    """Rows with exceptions, of which the last one's do not all fit, unless inputs are usual."""
-    x = m.spoilt(m.values(rows, m.layout.numel, dtype=torch.bfloat16))
-    if m.inputs.kind == "ties":
-        x[-1, ::21] *= 2.0**40
-        x[:-1, ::101] *= 2.0**-40
-    return x
-
-
-def _unpack_exponents(m: Maker) -> Case:
-    x = _of_exponents(m, min(m.call.rows[0], 4))
-    message = m.garbage(len(x), m.layout.raw_words)
-    m.reference.pack_exponents(x, message, layout=m.layout)
-    if m.inputs.kind == "usual":
-        message = message[:, : m.layout.words].contiguous()
-    return m.case({"message": message, "rows": m.garbage(*x.shape, dtype=x.dtype)})
-
-
-def _undo_lag(m: Maker) -> Case:
-    n = m.numel
-    tensors: dict[str, Tensor | None] = {
-        "decoded": m.spoilt(m.values(1, n, dtype=torch.float32))[0],
-        "sent": m.values(n, dtype=torch.float32),
-        "out": m.garbage(n, dtype=m.call["out"]),
-    }
-    return m.case(tensors)
-
-
-def _fingerprint(m: Maker) -> Case:
-    x = m.values(m.numel, dtype=m.call["x"])
-    tensors = {"x": x, **_no_fingerprint(), "changed": None}
-    if m.call["changed"] is not None:
-        m.reference.fingerprint(x, tensors["sums"], tensors["before"])
-        tensors["changed"] = torch.zeros(1, dtype=torch.bool, device="cpu")
-        x[-1:].neg_()
-    return m.case(tensors)
-
-
 def _no_fingerprint() -> dict[str, Tensor]:
     sizes = {"sums": 3, "before": 2}
     return {n: torch.zeros(k, dtype=torch.int64, device="cpu") for n, k in sizes.items()}
-
-
-def _stamp(m: Maker) -> Tensor | None:
-    if m.call["stamp"] is None:
-        return None
-    return torch.tensor([GARBAGE + 1, 41], dtype=torch.int32, device="cpu")
-
-
-def _put_dense(m: Maker) -> Case:
-    columns, words = m.columns_and_words()
-    D = m.inputs.destinations
-    x = m.spoilt(m.values(D, columns, dtype=m.call["x"]))
-    return m.case({"x": x, "message": m.garbage(D, words), "stamp": _stamp(m)})
-
-
-def _sum_dense(m: Maker) -> Case:
-    columns, words = m.columns_and_words()
-    K, R = min(m.call.rows[0], 2), m.call.rows[1]
-    stamp = _stamp(m)
-    message = m.garbage(K * R, words)
-    x = m.spoilt(m.values(K * R, columns, dtype=m.layout.wire))
-    m.reference.put_dense(x, message, stamp, layout=m.layout)
-    wrong, spoils = None, m.inputs.kind == "ties"
-    if m.call["wrong"] is not None:
-        wrong = torch.tensor([stamp is None and spoils], dtype=torch.bool, device="cpu")
-    if stamp is not None and spoils:
-        message[-1, m.layout.tail + m.inputs.seed % STAMP_WORDS] += 1
-    out = m.values(K, columns, dtype=m.call["out"])
-    return m.case(
-        {"message": message.view(K, R, words), "out": out, "stamp": stamp, "wrong": wrong}
-    )
-
-
-def _quantize_and_put(m: Maker) -> Case:
-    if m.call["sums"] is None:
-        return _merged(m, "quantize", "put_dense")
-    case = _merged(m.with_one_row(), "quantize", "put_dense")
-    case.tensors.update(_no_fingerprint())
-    return case
-
-
-def _dequantize_and_sum(m: Maker) -> Case:
-    case = _merged(m, "dequantize", "sum_dense")
-    if m.call["sent"] is None:
-        return case
-    n = m.layout.numel
-    case.tensors["sent"] = m.values(n, dtype=torch.float32)
-    case.tensors["ahead"] = m.garbage(n, dtype=m.call["ahead"])
-    return replace(case, scratch=("out",))
-
-
-# What a merged operator calls the arguments of its second part.
-_RENAMED = {"message": "whole", "out": "rows"}
-
-
-def _merged(m: Maker, codes: str, pieces: str) -> Case:
-    """The tensors of two operators' cases. The second one's messages and rows contain the first
-    one's in training; here they are beside them."""
-    layout = m.call["layout"]
-    if not isinstance(layout, BlockLayout):
-        codes += "_matrix"
-    part = m.part(codes, layout)
-    first = _MAKERS[codes](part)
-    m.layout = part.layout
-    message = first.tensors["message"]
-    assert message is not None
-    if message.dim() == 2:
-        m.inputs = replace(m.inputs, destinations=len(message))
-    second = _MAKERS[pieces](m.part(pieces, m.call["dense"]))
-    given = {name: None for name, _ in m.call.dtypes} | first.tensors
-    given |= {_RENAMED.get(name, name): x for name, x in second.tensors.items()}
-    return m.case(given, dense=second.call["layout"])
-
-
-def _steer(m: Maker) -> Case:
-    segments, destinations = m.call.rows
-    # More than one program has threads for.
-    segments += 128 // destinations
-    shape = segments, destinations
-    # Counts near the target, far from it, and zero; few or many saturated.
-    counts = m.uniform(*shape, COUNTS) * torch.exp2(11 * m.uniform(*shape, 1))
-    counts[..., SATURATED] *= torch.exp2(-12 * m.uniform(*shape))
-    counts[m.uniform(*shape) < 0.1] = 0
-    counts[m.uniform(*shape) < 0.1, ABOVE] = 0
-    scale = torch.exp2((4 * m.uniform(segments)).floor())
-    scale[::7] = 0
-    state = torch.empty(STATES, *shape, dtype=torch.float32, device="cpu")
-    state[THRESHOLD] = torch.exp2(20 * m.uniform(*shape) - 15)
-    state[BOOST] = torch.exp2((3 * m.uniform(*shape)).floor())
-    state[BIAS], state[EXPONENT] = 1 + m.uniform(*shape), 1 / 32 + m.uniform(*shape) / 3
-    state[SIDE] = (3 * m.uniform(*shape)).floor() - 1
-    state[STEP] = torch.nan
-    tensors = {
-        "counts": counts.int(),
-        "target": 700 * (0.5 + m.uniform(segments)),
-        "max_boost": torch.exp2((3 * m.uniform(segments)).floor()),
-        "scale": scale,
-        "state": state,
-    }
-    return m.case(tensors)
-
-
-_MAKERS: dict[str, Callable[[Maker], Case]] = {
-    "quantize": _quantize,
-    "dequantize": _dequantize,
-    "quantize_matrix": _quantize_matrix,
-    "dequantize_matrix": _dequantize,
-    "measure_exact": _measure_exact,
-    "encode_exact": _encode_exact,
-    "decode_exact": _decode_exact,
-    "pack_exponents": _pack_exponents,
-    "unpack_exponents": _unpack_exponents,
-    "undo_lag": _undo_lag,
-    "steer": _steer,
-    "fingerprint": _fingerprint,
-    "put_dense": _put_dense,
-    "sum_dense": _sum_dense,
-    "quantize_and_put": _quantize_and_put,
-    "dequantize_and_sum": _dequantize_and_sum,
-    "encode": _encode,
-    "select": _select,
-    "decode": _decode,
-    "insert": lambda m: m.case(_inserted(m)),
-    "peel": _peel,
-}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,22 +85,24 @@ class Case:
         return {name: x.cpu() for name, x in results.items() if name not in self.scratch}
 
 
-class Maker:
+class Tensors:
+    """Makes tensors for a call."""
+
     def __init__(self, call: Call, inputs: Inputs, generator: torch.Generator) -> None:
         self.call, self.inputs, self._generator = call, inputs, generator
         self.reference = get_ops("cpu", "reference")
         layout = dict(call.options).get("layout")
         self.layout: Any = small(layout) if inputs.small and layout is not None else layout
 
-    def part(self, operator: str, layout: object) -> Maker:
+    def part(self, operator: str, layout: object) -> Self:
         """Makes the tensors of an operator that is a part of the call's."""
         options = tuple((dict(self.call.options) | {"layout": layout}).items())
         call = replace(self.call, operator=operator, options=options)
-        return Maker(call, self.inputs, self._generator)
+        return type(self)(call, self.inputs, self._generator)
 
-    def with_one_row(self) -> Maker:
+    def with_one_row(self) -> Self:
         """Makes the tensors of one destination."""
-        return Maker(self.call, replace(self.inputs, destinations=1), self._generator)
+        return type(self)(self.call, replace(self.inputs, destinations=1), self._generator)
 
     @property
     def numel(self) -> int:
