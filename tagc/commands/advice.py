@@ -77,10 +77,8 @@ def explain(args: argparse.Namespace) -> str:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
-        data = plan_data(shapes, plan)
-        if traffic is not None:
-            data["dimensions"] = [asdict(each) for each in traffic]
-        return as_json(data)
+        beside = {} if traffic is None else {"dimensions": [asdict(each) for each in traffic]}
+        return as_json(plan_data(shapes, plan) | beside)
     source = f" ({shapes.source})" if shapes.source else ""
     head = f"{shapes.numel:,} parameters, {len(shapes.blocks)} blocks, {args.world} ranks{source}"
     beside = "" if traffic is None else f"\n\n{traffic_table(traffic, args.tokens)}"

@@ -76,8 +76,8 @@ def measured_choice(
     ops: str | None,
     plan: Callable[[Choose], object],
     *,
-    replicas: dist.ProcessGroup | None = None,
-    hosts: Sequence[HostGroups | None] = (),
+    replicas: dist.ProcessGroup | None,
+    hosts: Sequence[HostGroups | None],
 ) -> FastestChoice:
     """Measure links and codecs, together with all other ranks, in about a second.
 
@@ -86,17 +86,19 @@ def measured_choice(
         plan: makes the plan by a choice. The codecs of all its options are measured.
         replicas: the group of the all-reduce across replicas.
         hosts: the host groups of every unit; None for a unit whose ranks do not add up inside hosts
-            first. By default no ranks do.
+            first.
 
     Raises:
         RuntimeError: if planning or timing failed on another rank.
     """
     device = links[0][1]
     everywhere = [group for group, _ in links] + ([] if replicas is None else [replicas])
-    groups = list({id(group): group for group in everywhere}.values())
-    shared = list({id(levels): levels for levels in hosts if levels is not None}.values())
+    about = dict.fromkeys(everywhere, "")
+    groups = list(about)
     # Groups of all hosts measure at the same time, because they share the hosts' links in a step.
-    between = [group for levels in shared for group in (levels.across, levels.inside)]
+    for levels in hosts:
+        if levels is not None:
+            about |= {levels.across: ", one per host", levels.inside: " of a host"}
 
     def time_codecs() -> tuple[dict[str, Speed], str]:
         found: dict[str, Speed] = {}
@@ -106,36 +108,32 @@ def measured_choice(
 
     # An error on one rank is raised on all. Speeds may differ between ranks.
     speeds = agree_on(groups, {"speed of codecs": time_codecs})["speed of codecs"]
-    measured = [measure_link(group, device) for group in (*groups, *between)]
-    slowest = gather_merged(groups, dict(enumerate(measured)), _slower)
-    by_group = {id(group): slowest[i] for i, group in enumerate((*groups, *between))}
+    measured = {i: measure_link(group, device) for i, group in enumerate(about)}
+    slowest = gather_merged(groups, measured, _slower)
+    by_group = {group: slowest[i] for i, group in enumerate(about)}
     speeds = gather_merged(groups, speeds, _slower)
 
     def link_of(position: int, option: UnitPlan) -> Link:
         if option.direction == "replicas" and replicas is not None:
-            return by_group[id(replicas)]
-        levels = hosts[position] if hosts else None
+            return by_group[replicas]
+        levels = hosts[position]
         if levels is None or option.info.ranks_per_host == 1:
-            return by_group[id(links[position][0])]
-        across, inside = by_group[id(levels.across)], by_group[id(levels.inside)]
+            return by_group[links[position][0]]
+        across, inside = by_group[levels.across], by_group[levels.inside]
         # A step waits for both, one after the other.
         latency = (across.latency + inside.latency) / 2
         return replace(across, latency=latency, inside=inside.bandwidth)
 
     notes = [
-        f"measured over {group.size()} ranks{of}: {8e-9 * link.bandwidth:.3g} Gbit/s, "
+        f"measured over {group.size()} ranks{about[group]}: {8e-9 * link.bandwidth:.3g} Gbit/s, "
         f"{_milliseconds(link.latency)} per collective, native reduce-scatter takes "
         f"{link.reduce_scatter:.2g} and all-gather {link.all_gather:.2g} times as long as messages"
-        for group, of in (
-            *((group, "") for group in groups),
-            *((levels.across, ", one per host") for levels in shared),
-            *((levels.inside, " of a host") for levels in shared),
-        )
-        for link in (by_group[id(group)],)
+        for group, link in by_group.items()
         if group.size() > 1
     ]
     each = [f"{key} {1e9 * s.encode:.3g} + {1e9 * s.decode:.3g}" for key, s in speeds.items()]
-    notes.append(f"measured ns per element, encode + decode: {', '.join(each)}")
+    if each:  # one rank codes nothing
+        notes.append(f"measured ns per element, encode + decode: {', '.join(each)}")
     return FastestChoice(link_of, measured_time(speeds), tuple(notes))
 
 
