@@ -28,7 +28,7 @@ from tagc.checkpoint import (
     to_state_dict,
 )
 from tagc.collect import UnitGatherer
-from tagc.groups.mesh import bytes_by_dimension, live_groups
+from tagc.groups.mesh import live_groups
 from tagc.handle.collectives import Collectives
 from tagc.handle.metrics import Metrics, collect
 from tagc.handle.noise import LearningRateScaling, NoiseFactors, clip_grad_norm
@@ -166,18 +166,9 @@ class Compressor(Handle):
     def metrics(self) -> Metrics:
         """This rank's counts since ``tagc.wrap``. Waits for the device; no collective."""
         self._installed()
-        squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in self._gathering]
-        total = sum(whole for _, whole in squares)
-        return collect(
-            self.reducers,
-            self.replica_reducers,
-            [gatherer for _, gatherer in self._gathering],
-            native_bytes=sum(unit.dense_bytes(unit.columns) for unit in self._plan.native),
-            parameter_error=(sum(e for e, _ in squares) / total) ** 0.5 if total else 0.0,
-            noise_factor=math.nan if self._noise is None else self._noise.mean(),
-            tuning=self._plan.policy.tuning,
-            dimensions=bytes_by_dimension(),
-        )
+        noise = math.nan if self._noise is None else self._noise.mean()
+        made = self.reducers, self.replica_reducers, self._gathering
+        return collect(self._plan, *made, noise_factor=noise)
 
     @property
     def has_replicas(self) -> bool:
@@ -220,11 +211,10 @@ class Compressor(Handle):
             for reducers in (self.reducers, self.replica_reducers)
             for unit, reducer in zip(self.units, reducers, strict=bool(reducers))
         ]
-        parallel = [group for unit in self.units for group in unit.parallel]
-        groups = list({id(group): group for group in (*self.groups, *parallel)}.values())
+        parallel = (group for unit in self.units for group in unit.parallel)
         return State(
             plan=self._plan,
-            groups=groups,
+            groups=list(dict.fromkeys((*self.groups, *parallel))),
             reduced=reduced,
             gathered=self.gatherers,
             waiting=made.waiting,

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from tagc.attach import Unit
 from tagc.collect import UnitGatherer, UnitReducer
-from tagc.groups.mesh import DimensionBytes
-from tagc.plan import format_bytes
+from tagc.groups.mesh import DimensionBytes, bytes_by_dimension
+from tagc.plan import Plan, format_bytes
 from tagc.policy import Tuning
 
 
@@ -147,19 +148,17 @@ class Metrics:
 
 
 def collect(
+    plan: Plan,
     reducers: Sequence[UnitReducer],
     replicas: Sequence[UnitReducer],
-    gatherers: Sequence[UnitGatherer],
+    gathering: Sequence[tuple[Unit, UnitGatherer]],
     *,
-    native_bytes: float,
-    parameter_error: float,
     noise_factor: float,
-    tuning: Tuning | None,
-    dimensions: Mapping[str, DimensionBytes],
 ) -> Metrics:
-    """Read the counters of all units. Waits for the device. ``native_bytes`` are those that FSDP's
-    own all-gathers send in a step of one backward."""
-    all_reducers = [*reducers, *replicas]
+    """Read the counters of all units. Waits for the device."""
+    all_reducers, gatherers = [*reducers, *replicas], [gatherer for _, gatherer in gathering]
+    squares = [gatherer.relative_error(unit.shard()) for unit, gatherer in gathering]
+    whole = sum(square for _, square in squares)
     # Elements of sparse codecs, summed over the steps.
     counts = [(count, r) for r in all_reducers for count in r.selection_counts()]
     elements = sum(c.elements for c, _ in counts)
@@ -179,7 +178,9 @@ def collect(
     left = [r.plan.warmup_steps - r.counters.all_steps for r in all_reducers if r.plan.compressed]
     nothing = math.nan if elements else 1.0
     steps = max((r.counters.steps for r in reducers), default=0)
-    native = int(steps * native_bytes)
+    # Of FSDP's own all-gathers.
+    native = int(steps * sum(unit.dense_bytes(unit.columns) for unit in plan.native))
+    tuning = plan.policy.tuning
     parameters = sum(g.wire_bytes for g in gatherers), sum(g.dense_bytes for g in gatherers)
     sent = [g for g in gatherers if g.last_bytes]
     return Metrics(
@@ -193,7 +194,7 @@ def collect(
         parameter_wire_bytes=parameters[0],
         parameter_dense_bytes=parameters[1],
         parameter_inside_wire_bytes=sum(g.inside_bytes for g in gatherers),
-        parameter_error=parameter_error,
+        parameter_error=_share(sum(error for error, _ in squares), whole, 0.0) ** 0.5,
         parameter_bits=_share(
             8 * sum(g.last_bytes for g in sent),
             sum((g.plan.peers - 1) * g.plan.columns for g in sent),
@@ -212,7 +213,7 @@ def collect(
         noise_factor=noise_factor,
         rate_factor=tuning.rate_factor if tuning else math.nan,
         norm_factor=tuning.norm_factor if tuning and tuning.norm_factor else math.nan,
-        dimensions=dimensions,
+        dimensions=bytes_by_dimension(),
     )
 
 

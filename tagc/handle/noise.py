@@ -99,9 +99,9 @@ class NoiseFactors:
     def over_parallel(self, mean: float) -> float | Tensor:
         """A mean factor, over tensor-parallel ranks too; they measure different parts of what they
         divide. Call it on all ranks."""
-        groups = {id(group): (group, unit) for unit, _ in self._units for group in unit.parallel}
+        groups = {group: unit for unit, _ in self._units for group in unit.parallel}
         found: float | Tensor = mean
-        for group, unit in groups.values():
+        for group, unit in groups.items():
             mine = torch.as_tensor(found, dtype=torch.float32, device=unit.device)
             found = Transport(group).gather_values(mine)[0].log().mean().exp()
         return found
