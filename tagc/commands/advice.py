@@ -138,7 +138,7 @@ def advise(args: argparse.Namespace) -> str:
     else:
         policy = next((p for p in map(Policy.load, args.policy) if p.dimensions), None)
         policy = policy or Policy.load("hybrid-3d")
-        traffic = _traffic(args, shapes, policy, mesh, gloo=args.device == "cpu")
+        traffic = _traffic(args, shapes, policy, mesh)
         advice = advise_dimensions(traffic, mesh, link, memory_bandwidth=args.memory_bandwidth)
         dimensions = [asdict(each) | {"pays": each.pays} for each in advice]
         lines = advice_table(advice, link, policy) if advice else []
@@ -207,12 +207,7 @@ def _link(args: argparse.Namespace) -> Link:
 
 
 def _traffic(
-    args: argparse.Namespace,
-    shapes: ModelShapes,
-    policy: Policy,
-    mesh: Mapping[str, int],
-    *,
-    gloo: bool = True,
+    args: argparse.Namespace, shapes: ModelShapes, policy: Policy, mesh: Mapping[str, int]
 ) -> list[DimensionTraffic]:
     return activation_traffic(
         shapes,
@@ -222,7 +217,7 @@ def _traffic(
         itemsize=DTYPES[args.param_dtype].itemsize,
         experts_per_token=args.experts_per_token,
         micro_batches=args.micro_batches,
-        gloo=gloo,
+        gloo=getattr(args, "device", "cpu") == "cpu",
     )
 
 

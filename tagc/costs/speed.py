@@ -72,14 +72,9 @@ def codec_seconds(unit: UnitPlan, time: CodecTime, micro_batches: int = 1) -> fl
 
 def speed_key(codec: CodecPlan) -> str:
     """The properties of a codec that decide its speed, except sizes."""
-    stored = codec.feedback
-    return " ".join(
-        [
-            codec.name.removesuffix(" kept"),
-            *([f"at {codec.density:g}"] if codec.density < 1 else []),
-            *([f"with {str(stored.dtype).removeprefix('torch.')} feedback"] if stored else []),
-        ]
-    )
+    key, stored = codec.name.removesuffix(" kept"), codec.feedback
+    key += f" at {codec.density:g}" if codec.density < 1 else ""
+    return key + (f" with {str(stored.dtype).removeprefix('torch.')} feedback" if stored else "")
 
 
 def measured_time(speeds: Mapping[str, Speed]) -> CodecTime:

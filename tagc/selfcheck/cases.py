@@ -11,7 +11,6 @@ from torch import Tensor
 from tagc.ops import ABOVE, COUNTS, SATURATED
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.dense import STAMP_WORDS
-from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import BIAS, BOOST, EXPONENT, SIDE, STATES, STEP, THRESHOLD
 from tagc.selfcheck.calls import Call
 from tagc.selfcheck.inputs import GARBAGE, USUAL, Case, Inputs, Tensors, small_encoder
@@ -113,7 +112,7 @@ class Maker(Tensors):
         x = self.values(R, layout.numel, dtype=self.call["x"])
         tensors = {
             "x": self.spoilt(x),
-            "threshold": self.threshold(x, _share_of(layout, capacity), layout.symbol.lanes),
+            "threshold": self.threshold(x, capacity),
             "bitmap": self.garbage(R, layout.words),
             "counts": self.garbage(R, COUNTS),
         }
@@ -124,7 +123,7 @@ class Maker(Tensors):
         shape = (W, layout.numel)
         grad = self.values(*shape, dtype=self.call["grad"])
         residual = self.call["residual"]
-        threshold = self.threshold(grad, _share_of(layout, capacity), layout.symbol.lanes)
+        threshold = self.threshold(grad, capacity)
         step = torch.exp2(torch.log2(threshold).floor() - 2)
         seed = zlib.crc32(str(self.call).encode()) % 2**31
         tensors = {
@@ -152,7 +151,7 @@ class Maker(Tensors):
         W, symbol = max(2, self.call.rows[0]), layout.symbol
         capacity = layout.keys // W
         x = self.values(W, layout.numel, dtype=torch.float32)
-        threshold = self.threshold(x, 0.5 * _share_of(layout, capacity), symbol.lanes)
+        threshold = self.threshold(x, capacity, times=0.5)
         index = self.garbage(W, layout.index_words)
         cells = self.garbage(W, layout.cells)
         step = torch.exp2(torch.log2(threshold.mean()).floor() - 2).expand(W).contiguous()
@@ -323,11 +322,6 @@ def _halfway(levels: int) -> Tensor:
     half = torch.tensor(4 * (1 + 2.0**-8), dtype=torch.float32, device="cpu")
     near = levels * half * (1 + torch.arange(-8, 9, dtype=torch.float32, device="cpu") * 2.0**-24)
     return near[near * torch.tensor(1 / levels, dtype=torch.float32, device="cpu") == half][0]
-
-
-def _share_of(layout: SketchLayout, capacity: int) -> float:
-    """A share of the groups that exceeds the capacity, so that some are dropped."""
-    return min(1.0, 1.2 * capacity / max(1, layout.groups))
 
 
 def _no_fingerprint() -> dict[str, Tensor]:

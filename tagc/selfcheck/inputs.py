@@ -202,16 +202,17 @@ class Tensors:
         if residual is not None:
             residual[:, 0] = 0
 
-    def threshold(self, x: Tensor, share: float, lanes: int) -> Tensor:
-        """Thresholds ``[R]``, which about ``share`` of a row's groups of ``lanes`` reach, or the
-        share that the inputs ask for."""
-        if self.inputs.above is not None:
-            share = self.inputs.above
+    def threshold(self, x: Tensor, capacity: int, times: float = 1.0) -> Tensor:
+        """Thresholds ``[R]``, which the share of a row's groups reaches that the inputs ask for, or
+        ``times`` a share that exceeds the capacity, so that some are dropped."""
+        share = self.inputs.above
+        if share is None:
+            share = times * min(1.0, 1.2 * capacity / max(1, self.layout.groups))
         size = x.float().abs().nan_to_num(0, 0, 0)
         n = size.shape[-1]
         if share == 0:
             return torch.full((len(x),), _OUT_OF_REACH, dtype=torch.float32, device="cpu")
-        share /= lanes
+        share /= self.layout.symbol.lanes
         place = max(1, n - round(share * n))
         if not n:
             return torch.ones(len(x), dtype=torch.float32, device="cpu")
