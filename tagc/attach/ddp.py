@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from tagc.attach.unit import Integration, Unit
+from tagc.attach.unit import Integration, Unit, already_wrapped
 from tagc.attach.whole import (
     Named,
     check_policy,
@@ -75,9 +75,6 @@ class DDPUnit(Unit):
 
     def trainable(self) -> list[nn.Parameter]:
         return list(self._params)
-
-    def on_hosts(self, ranks: int) -> UnitInfo:
-        return whole_on_hosts(self.info, ranks)
 
 
 class _Collected:
@@ -289,10 +286,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def _check(name: str, module: DistributedDataParallel) -> None:
     if (hook := getattr(module, _ATTRIBUTE, None)) is not None and hook.units:
-        raise ValueError(
-            f"{name!r} is already wrapped, by itself or as a part of another model; call "
-            "tagc.compressor(that_model).remove() first"
-        )
+        raise already_wrapped(repr(name))
     found: dict[str, Any] = module._get_ddp_logging_data()
     if hook is None and (other := found.get("comm_hook", "")):
         raise ValueError(

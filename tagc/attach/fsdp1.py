@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from tagc.attach.unit import Integration, Unit
+from tagc.attach.unit import Integration, Unit, already_wrapped
 from tagc.collect import CollectiveWork, Transport, UnitReducer
 from tagc.plan import FlatBuffer, UnitInfo, UnitParam
 from tagc.policy import Policy, PolicyError
@@ -108,10 +108,7 @@ def check_policy(policy: Policy, replicas: bool) -> None:
 
 def _check(name: str, module: Any, is_root: bool) -> None:
     if module._comm_hook is _hook:
-        raise ValueError(
-            f"{name} is already wrapped, by itself or as a part of another model; call "
-            "tagc.compressor(that_model).remove() first"
-        )
+        raise already_wrapped(name)
     if module._comm_hook is not None:
         hook = getattr(module._comm_hook, "__name__", repr(module._comm_hook))
         raise ValueError(

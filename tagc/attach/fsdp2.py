@@ -26,8 +26,8 @@ from tagc.attach.fsdp2_collectives import (
     GradMode,
     all_reduces_by_class,
 )
-from tagc.attach.unit import Integration, Unit
-from tagc.attach.whole import check_policy, reduce_whole, whole_on_hosts
+from tagc.attach.unit import Integration, Unit, already_wrapped
+from tagc.attach.whole import check_policy, reduce_whole
 from tagc.collect import CollectiveWork, ReplicaAverage, Transport, UnitGatherer, UnitReducer
 from tagc.plan import Box, UnitInfo, UnitParam, span_of
 from tagc.policy.roles import plain_name
@@ -147,9 +147,6 @@ class ReplicatedUnit(FSDP2Unit):
         super().install(reducer)
         self._param_group._reduce_scatter_comm.average = partial(self._average, reducer)
 
-    def on_hosts(self, ranks: int) -> UnitInfo:
-        return whole_on_hosts(self.info, ranks)
-
     def _average(self, reducer: UnitReducer, buffer: Tensor, op: Any) -> None:
         reached = self.reached
         if reducer.plan.rows == 1:  # the buffer is what is sent
@@ -175,7 +172,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     # Policies use the names of the model as written.
     modules = [(plain_name(f"{n}.").removesuffix("."), m) for n, m in model.named_modules()]
     names = {id(module): name for name, module in modules}
-    groups = [group for _, module in modules for group in param_groups_of(module)]
+    groups = _param_groups(model)
     dims = (dim for group in groups for p in group.fsdp_params for dim in _parallel_dims(p, group))
     everywhere = list(dict.fromkeys(dim.ranks for dim in dims))
     units: list[Unit] = []
@@ -314,10 +311,7 @@ def _is_own(comm: Any) -> bool:
 
 def _check_reduction(name: str, group: Any) -> None:
     if isinstance(group._reduce_scatter_comm, CustomReduceScatter):
-        raise ValueError(
-            f"{name or 'the root module'!r} is already wrapped, by itself or as a part of another "
-            "model; call tagc.compressor(that_model).remove() first"
-        )
+        raise already_wrapped(repr(name or "the root module"))
     _check_own(name, group._reduce_scatter_comm, "reduce-scatter")
 
 
@@ -433,22 +427,23 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def _param_groups(model: nn.Module) -> list[Any]:
+    return [group for module in model.modules() for group in param_groups_of(module)]
+
+
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    groups = (group for module in model.modules() for group in param_groups_of(module))
-    return [one for group in groups for one in _sharding(group)]
+    return [one for group in _param_groups(model) for one in _sharding(group)]
 
 
 def _shards(model: nn.Module) -> bool:
+    if groups := _param_groups(model):
+        return any(hasattr(group.mesh_info, "shard_mesh_size") for group in groups)
     # A model that has no parameters to share may be either.
-    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = [group for module in found for group in param_groups_of(module)]
-    return bool(found) and (
-        not groups or any(hasattr(g.mesh_info, "shard_mesh_size") for g in groups)
-    )
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _replicates(model: nn.Module) -> bool:
-    groups = (group for module in model.modules() for group in param_groups_of(module))
+    groups = _param_groups(model)
     return any(not hasattr(group.mesh_info, "shard_mesh_size") for group in groups)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import nn
 
@@ -15,7 +17,11 @@ INTEGRATIONS: tuple[Integration, ...] = (DDP, FSDP1, FSDP2, REPLICATE)
 
 def sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks that share a model, even an invalid one; none if it is not sharded."""
-    groups = [group for i in INTEGRATIONS for group in i.sharding_groups(model)]
+    return distinct(group for i in INTEGRATIONS for group in i.sharding_groups(model))
+
+
+def distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """The groups in their order, each once."""
     return list({id(group): group for group in groups}.values())
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from tagc.attach.unit import Unit
+from tagc.attach.whole import whole_on_hosts
 from tagc.collect.hosts import HostGroups, HostLayout, Hosts, RankOnHost, host_groups, layout_of
 from tagc.plan import UnitInfo
 
@@ -42,7 +43,10 @@ class Levels:
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter, with the layout of its ranks on hosts."""
-        return unit.on_hosts(self._layouts[_ranks(unit)].ranks_per_host)
+        R = self._layouts[_ranks(unit)].ranks_per_host
+        if unit.info.replicated:
+            return whole_on_hosts(unit.info, R)
+        return replace(unit.info, ranks_per_host=R)
 
     def gather_info(self, unit: Unit) -> UnitInfo | None:
         """The unit's all-gather, with the layout of its ranks on hosts; None if it cannot be

@@ -8,7 +8,7 @@ and add it to :mod:`tagc.attach.integrations`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -43,10 +43,6 @@ class Unit:
     gather_info: UnitInfo | None = None
     replicas: dist.ProcessGroup | None = None
     parallel: Sequence[dist.ProcessGroup] = ()
-
-    def on_hosts(self, ranks: int) -> UnitInfo:
-        """:attr:`info` with ``ranks`` neighbours on each host."""
-        return replace(self.info, ranks_per_host=ranks)
 
     @property
     def reached(self) -> Set[str] | None:
@@ -124,3 +120,11 @@ class Integration:
     sharding_groups: Callable[[nn.Module], list[dist.ProcessGroup]]
     find_units: Callable[[nn.Module], list[Unit]]
     check_policy: Callable[[Policy, bool], None]
+
+
+def already_wrapped(name: str) -> ValueError:
+    """The error about a model with a part, ``name``, whose collectives tagc already replaces."""
+    return ValueError(
+        f"{name} is already wrapped, by itself or as a part of another model; call "
+        "tagc.compressor(that_model).remove() first"
+    )

@@ -105,12 +105,11 @@ class CompressedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         (tensor,) = tensors
-        opts = dist.AllreduceOptions() if opts is None else opts
+        opts = opts or dist.AllreduceOptions()
         divisor = self._divisor(opts.reduceOp)
         sent = 2 * (self.size() - 1) * tensor.numel() * tensor.element_size() // self.size()
         if divisor is None or not self._codes(tensor, tensor.numel() // self.size()):
-            self._count(sent, sent)
-            return self._inner.allreduce(tensors, opts)
+            return self._native("allreduce", sent, tensors, opts)
         flat, on = _flat(tensor), self._on(tensor)
         what = self._named("all-reduce", tensor)
         return self._coded(what, lambda: on.all_reduce(flat, divisor), sent, [tensor], [flat])
@@ -127,8 +126,7 @@ class CompressedGroup(dist.ProcessGroup):
     def _allgather_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not _fits(out, inp, self.size()) or not self._codes(inp, inp.numel()):
-            self._count(sent, sent)
-            return self._inner._allgather_base(out, inp, *_given(opts))
+            return self._native("_allgather_base", sent, out, inp, opts)
         return self._gather(_flat(out).view(self.size(), -1), inp, sent, [out])
 
     all_gather_single = _allgather_base
@@ -146,8 +144,7 @@ class CompressedGroup(dist.ProcessGroup):
         (parts,), (inp,) = outs, inps
         sent = (self.size() - 1) * inp.numel() * inp.element_size()
         if not _alike(inp, parts, self.size()) or not self._codes(inp, inp.numel()):
-            self._count(sent, sent)
-            return self._inner.allgather(outs, inps, *_given(opts))
+            return self._native("allgather", sent, outs, inps, opts)
         return self._gather(inp.new_empty(self.size(), inp.numel()), inp, sent, parts)
 
     def _gather(self, whole: Tensor, inp: Tensor, sent: int, given: list[Tensor]) -> Any:
@@ -160,13 +157,12 @@ class CompressedGroup(dist.ProcessGroup):
     # Reduce-scatters.
 
     def _reduce_scatter_base(self, out: Tensor, inp: Tensor, opts: Any = None) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = opts or dist.ReduceScatterOptions()
         divisor = self._divisor(opts.reduceOp)
         sent = (self.size() - 1) * out.numel() * out.element_size()
         fits = _fits(inp, out, self.size())
         if divisor is None or not fits or not self._codes(inp, out.numel()):
-            self._count(sent, sent)
-            return self._inner._reduce_scatter_base(out, inp, opts)
+            return self._native("_reduce_scatter_base", sent, out, inp, opts)
         flat, rows, on = _flat(out), _flat(inp).view(self.size(), -1), self._on(inp)
         what = self._named("reduce-scatter", inp)
         return self._coded(
@@ -179,21 +175,18 @@ class CompressedGroup(dist.ProcessGroup):
         self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
     ) -> Any:
         pairs = zip(outs, inps, strict=True)
-        works = [self._reduce_scatter_base(out, inp, opts) for out, inp in pairs]
-        return several(works, outs)
+        return several([self._reduce_scatter_base(out, inp, opts) for out, inp in pairs], outs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def reduce_scatter(self, outs: list[Tensor], inps: list[list[Tensor]], opts: Any = None) -> Any:
         """Add up the ranks' tensors for this rank, given as a list, perhaps of different sizes."""
         (out,), (parts,) = outs, inps
-        divisor = self._divisor(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        alike = divisor is not None and _alike(out, parts, self.size())
+        opts = opts or dist.ReduceScatterOptions()
+        alike = self._divisor(opts.reduceOp) is not None and _alike(out, parts, self.size())
         if alike and self._codes(out, out.numel()):
             return self._reduce_scatter_base(out, torch.stack(parts), opts)
-        sent = _bytes_to_others(parts, self.rank())
-        self._count(sent, sent)
-        return self._inner.reduce_scatter(outs, inps, *_given(opts))
+        return self._native("reduce_scatter", self._to_others(parts), outs, inps, opts)
 
     # All-to-alls.
 
@@ -207,11 +200,9 @@ class CompressedGroup(dist.ProcessGroup):
     ) -> Any:
         """Send rank ``d`` the ``d``-th part of ``inp``, cut along the first dimension."""
         if not self._may_code(inp):
-            leaving = _parts(inp, in_splits, self.size())
-            sent = _bytes_to_others(leaving, self.rank())
-            self._count(sent, sent)
+            sent = self._to_others(_parts(inp, in_splits, self.size()))
             splits = list(out_splits or ()), list(in_splits or ())
-            return self._inner.alltoall_base(out, inp, *splits, *_given(opts))
+            return self._native("alltoall_base", sent, out, inp, *splits, opts)
         received = out.data.contiguous()
         arriving = _parts(received, out_splits, self.size())
         leaving = _parts(inp.detach().contiguous(), in_splits, self.size())
@@ -221,17 +212,15 @@ class CompressedGroup(dist.ProcessGroup):
 
     def alltoall(self, outs: list[Tensor], inps: list[Tensor], opts: Any = None) -> Any:
         if not all(self._may_code(t) for t in (*outs, *inps)):
-            sent = _bytes_to_others(inps, self.rank())
-            self._count(sent, sent)
-            return self._inner.alltoall(outs, inps, *_given(opts))
+            return self._native("alltoall", self._to_others(inps), outs, inps, opts)
         received = [_flat(t) for t in outs]
         return self._all_to_all(received, [_flat(t) for t in inps], outs, received)
 
     def _all_to_all(
         self, out: list[Tensor], inp: list[Tensor], given: list[Tensor], made: list[Tensor]
     ) -> Any:
-        sent = _bytes_to_others(inp, self.rank())
         what, on = f"the all-to-all over dimension {self.dimension!r}", self._on(inp[0])
+        sent = self._to_others(inp)
         return self._coded(what, lambda: on.all_to_all(out, inp), sent, given, made)
 
     # Messages between two ranks.
@@ -241,9 +230,8 @@ class CompressedGroup(dist.ProcessGroup):
         (t,) = tensors
         sent = t.numel() * t.element_size()
         if not self._codes_messages(t):
-            self._count(sent, sent)
             with self._batches.message(t.device) as posted:
-                return posted(self._inner.send(tensors, rank, tag))
+                return posted(self._native("send", sent, tensors, rank, tag))
         with self._batches.message(t.device) as posted:
             message = self._on(t).message_about(_flat(t))
             work = posted(self._inner.send([message], rank, tag))
@@ -292,6 +280,17 @@ class CompressedGroup(dist.ProcessGroup):
     scatter = _as_inner("scatter")
 
     # What all of them share.
+
+    def _native(self, name: str, sent: int, *args: Any) -> Any:
+        """The inner group's own collective, which sends ``sent`` bytes. It takes no options that
+        are None."""
+        self._count(sent, sent)
+        return getattr(self._inner, name)(*(arg for arg in args if arg is not None))
+
+    def _to_others(self, parts: Sequence[Tensor]) -> int:
+        """Bytes of a part for each rank, but for this rank's own."""
+        own = self.rank()
+        return sum(t.numel() * t.element_size() for rank, t in enumerate(parts) if rank != own)
 
     def _divisor(self, op: Any) -> int | None:
         """1 for sums, the number of ranks for averages, None for reductions that are not coded."""
@@ -393,11 +392,6 @@ class CompressedGroup(dist.ProcessGroup):
         return pending
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
-    """The argument for options, if there are any."""
-    return () if opts is None else (opts,)
-
-
 def _fits(whole: Tensor, part: Tensor, size: int) -> bool:
     """Whether ``whole`` has room for every rank's ``part``. If not, torch's own group says so."""
     return whole.dtype == part.dtype and whole.numel() == size * part.numel()
@@ -420,10 +414,6 @@ def _parts(t: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
     if len(sizes) != size:
         raise ValueError(f"tagc: an all-to-all of {size} ranks needs {size} splits, not {sizes}")
     return [part.reshape(-1) for part in t.split(sizes)]
-
-
-def _bytes_to_others(parts: Sequence[Tensor], own: int) -> int:
-    return sum(t.numel() * t.element_size() for rank, t in enumerate(parts) if rank != own)
 
 
 GROUPS: WeakSet[CompressedGroup] = WeakSet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tagc.attach import ddp, sharding_groups
+from tagc.attach import ddp, distinct, sharding_groups
 from tagc.attach.ddp import DDP
 from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.torchft import TorchftSites, is_manager
 from tagc.attach.unit import Unit
-from tagc.attach.whole import Named, columns_in_rows, info_of_set, parameter_sets
+from tagc.attach.whole import Named, info_of_set, parameter_sets, whole_on_hosts
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
@@ -34,10 +34,11 @@ from tagc.plan import Plan, as_list, between_sites, build_plan
 from tagc.plan.unit_plan import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
 from tagc.policy.roles import plain_name
-from tagc.policy.rules import SitesConfig
 from tagc.site.anchor import Anchor, SiteUnit, check_trainable
 from tagc.site.exchange import SiteExchange
 from tagc.site.handle import Sites, sites_of
+
+_VERSION = f"{__version__}, messages in format {MESSAGE_FORMAT}"
 
 
 def sites(
@@ -92,26 +93,12 @@ def sites(
     members = TorchftSites(sites) if is_manager(sites) else None
     group = _group_of(sites) if members is None else None
     inside = sharding_groups(model)
-    groups = _distinct(() if group is None else (group,), inside)
+    groups = distinct(inside if group is None else [group, *inside])
     check_backends(groups)
-    loaded, config, units = _agree_on_request(model, optimizers, policy, group, groups)
-
-    @cache
-    def planned(number: int) -> Plan:
-        infos = [between_sites(unit.info, number) for unit in units]
-        plan = build_plan(infos, loaded, gloo=members is not None or on_gloo(units))
-        return with_kernels(units, plan, ops)
-
-    def make() -> tuple[list[Anchor], str]:
-        plan = planned(units[0].group.size())
-        if members is not None:
-            _check_owners(plan)
-        pairs = enumerate(zip(units, plan.units, strict=True))
-        return [Anchor(unit, of, config, ops, i) for i, (unit, of) in pairs], plan.fingerprint[:12]
-
-    anchors = agree_on(groups, {"plan": make}, doing=_DOING, remedy=_REMEDY)["plan"]
-    plan = planned(units[0].group.size())
-    for warning in plan.warnings:
+    request = _Request(model, optimizers, policy, group, ops)
+    request.agree(groups)
+    units, config = request.units, request.config
+    for warning in request.plan.warnings:
         warn(warning)
     there, release = members or group, lambda: None
     if group is not None and config.delay:
@@ -119,36 +106,21 @@ def sites(
     assert there is not None
     parallel = [group for unit in units for group in unit.parallel]
     identity = (
-        f"plan {plan.fingerprint[:12]}, policy {loaded.name} ({loaded.hash[:12]}), "
-        f"tagc {__version__} with messages in format {MESSAGE_FORMAT}"
+        f"plan {request.plan.fingerprint[:12]}, policy {request.policy.name} "
+        f"({request.policy.hash[:12]}), tagc {_VERSION}"
     )
     exchange = SiteExchange(
-        anchors,
+        request.anchors,
         config,
         there,
-        planned,
+        request.planned,
         identity,
-        _distinct(inside, parallel) if members is None else inside,
+        distinct([*inside, *parallel]) if members is None else inside,
         partial(check_trainable, model, units),
     )
     if members is not None:
         exchange.join()
-    return Sites(model, optimizers, exchange, _distinct(groups, parallel), release)
-
-
-def _check_owners(plan: Plan) -> None:
-    """Refuse feedback whose state depends on who the sites are."""
-    for unit in plan.units:
-        rules = (segment.codec.feedback for segment in unit.segments)
-        if any(rule is not None and rule.owner_state for rule in rules):
-            raise ValueError(
-                f"unit {unit.info.label!r} has feedback with a lead, whose owners keep what was "
-                "sent last, and an owner may die: leave lead out for sites that come and go"
-            )
-
-
-def _distinct(*groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    return list({id(group): group for some in groups for group in some}.values())
+    return Sites(model, optimizers, exchange, distinct([*groups, *parallel]), release)
 
 
 def _group_of(sites: object) -> dist.ProcessGroup:
@@ -163,29 +135,41 @@ def _group_of(sites: object) -> dist.ProcessGroup:
     return group
 
 
-_DOING = "tagc.sites"
-_REMEDY = (
-    "Every site must call tagc.sites with the same model, held in the same way over as many ranks, "
-    "and the same policy and tagc version"
-)
+@dataclass
+class _Request:
+    """The request of one rank, which all ranks of all sites must agree on before any of them sends
+    anything else. Every step may read what those before it found."""
 
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    given_policy: str | os.PathLike[str] | Mapping[str, Any] | Policy
+    group: dist.ProcessGroup | None  # of the sites; None if they come and go
+    ops: str | None
 
-def _agree_on_request(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    policy: str | os.PathLike[str] | Mapping[str, Any] | Policy,
-    group: dist.ProcessGroup | None,
-    groups: Sequence[dist.ProcessGroup],
-) -> tuple[Policy, SitesConfig, list[SiteUnit]]:
-    """Make all ranks of all sites agree, before any of them sends anything else."""
-    found: list[SiteUnit] = []
-    loaded: list[Policy] = []
+    def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Take all steps, or raise on all ranks."""
+        steps = {
+            "version": lambda: _VERSION,
+            "policy": self._load_policy,
+            "model": self._find_units,
+            "optimizer": self._check_optimizers,
+            "plan": self._make_anchors,
+        }
+        agree_on(
+            groups,
+            {name: lambda step=step: (None, step()) for name, step in steps.items()},
+            doing="tagc.sites",
+            remedy=(
+                "Every site must call tagc.sites with the same model, held in the same way over as "
+                "many ranks, and the same policy and tagc version"
+            ),
+        )
 
-    def load() -> tuple[SitesConfig, str]:
-        loaded.append(one := Policy.load(policy))
-        if one.sites is None:
+    def _load_policy(self) -> str:
+        self.policy = loaded = Policy.load(self.given_policy)
+        if loaded.sites is None:
             raise PolicyError(
-                f"policy {one.name!r} has no section sites: add sites: {{every: 32}}, or choose "
+                f"policy {loaded.name!r} has no section sites: add sites: {{every: 32}}, or choose "
                 "the built-in policy sites"
             )
         if is_disabled():
@@ -193,17 +177,17 @@ def _agree_on_request(
                 f"{DISABLE}=1, but sites do not train without their exchange; unset it, or use a "
                 "policy with codec dense"
             )
-        return one.sites, f"{one.name} ({one.hash[:12]})"
+        self.config = loaded.sites
+        return f"{loaded.name} ({loaded.hash[:12]})"
 
-    def find() -> tuple[None, str]:
+    def _find_units(self) -> str:
+        model, group, fragments = self.model, self.group, self.config.fragments
         if torch.is_inference_mode_enabled():
             raise ValueError("tagc.sites was called in torch.inference_mode(); call it outside")
         if sites_of(model) is not None:
             raise ValueError("this model already has sites; call remove() on their handle first")
         if group is not None and group.size() < 2:
             raise ValueError("sites=... has one rank: a single site has nothing to exchange")
-        config = loaded[0].sites
-        assert config is not None
         wrapped = attached(model)
         if wrapped is not None and wrapped.has_replicas:
             raise ValueError(
@@ -211,27 +195,27 @@ def _agree_on_request(
                 "train apart: leave out replicas=... there, or sites"
             )
         inner = None if wrapped is None else wrapped.units
-        units, description = site_units(model, group, config.fragments, inner)
-        if config.fragments > len(units):
+        self.units, description = site_units(model, group, fragments, inner)
+        if fragments > len(self.units):
             raise ValueError(
-                f"the policy has {config.fragments} fragments, but the model has {len(units)} "
+                f"the policy has {fragments} fragments, but the model has {len(self.units)} "
                 "units to divide among them: give fewer, or shard the model in more units"
             )
-        if group is None and units[0].whole and units[0].shards > 1:
+        if group is None and self.units[0].whole and self.units[0].shards > 1:
             raise ValueError(
                 "DistributedDataParallel over several ranks inside a site that comes and goes: its "
                 "ranks may continue from different sites; use fully_shard inside a site"
             )
-        found.extend(units)
-        return None, description
+        return description
 
-    def check() -> tuple[None, str]:
-        if not optimizers:
+    def _check_optimizers(self) -> str:
+        if not self.optimizers:
             raise ValueError("tagc.sites needs the optimizer of the model's parameters")
-        held = {id(p) for one in optimizers for of in one.param_groups for p in of["params"]}
+        groups = (group for one in self.optimizers for group in one.param_groups)
+        held = {id(param) for group in groups for param in group["params"]}
         missing = [
             info.name
-            for unit in found
+            for unit in self.units
             for info, param in zip(unit.info.params, unit.trainable(), strict=True)
             if id(param) not in held
         ]
@@ -240,16 +224,27 @@ def _agree_on_request(
                 f"the optimizer does not hold {as_list(missing)}: make it after fully_shard, and "
                 "pass all optimizers of the model as a list"
             )
-        return None, f"{len(optimizers)} optimizers"
+        return f"{len(self.optimizers)} optimizers"
 
-    steps = {
-        "version": lambda: (None, f"{__version__}, messages in format {MESSAGE_FORMAT}"),
-        "policy": load,
-        "model": find,
-        "optimizer": check,
-    }
-    agreed = agree_on(groups, steps, doing=_DOING, remedy=_REMEDY)
-    return loaded[0], agreed["policy"], found
+    def _make_anchors(self) -> str:
+        self.planned = cache(self._plan)
+        self.plan = self.planned(self.units[0].group.size())
+        for unit in self.plan.units if self.group is None else ():
+            rules = (segment.codec.feedback for segment in unit.segments)
+            if any(rule is not None and rule.owner_state for rule in rules):
+                raise ValueError(
+                    f"unit {unit.info.label!r} has feedback with a lead, whose owners keep what "
+                    "was sent last, and an owner may die: leave lead out for sites that come and go"
+                )
+        pairs = enumerate(zip(self.units, self.plan.units, strict=True))
+        self.anchors = [Anchor(unit, of, self.config, self.ops, i) for i, (unit, of) in pairs]
+        return self.plan.fingerprint[:12]
+
+    def _plan(self, number: int) -> Plan:
+        """The plan for a number of sites."""
+        infos = [between_sites(unit.info, number) for unit in self.units]
+        gloo = self.group is None or on_gloo(self.units)
+        return with_kernels(self.units, build_plan(infos, self.policy, gloo=gloo), self.ops)
 
 
 def site_units(
@@ -329,13 +324,15 @@ def _of_whole(
     units = []
     for of_unit in parameter_sets(named, min(ddp.UNIT_BYTES, -(-total // fragments))):
         params = [param for _, param in of_unit]
-        info = info_of_set(of_unit, group.size())
-        pairs = zip(info.params, params, strict=True)
-        cut = [replace(one, columns=columns_in_rows(param.shape, rows)) for one, param in pairs]
-        info = between_sites(replace(info, params=tuple(cut)), group.size())
-        device = params[0].device
+        # Cut over the ranks of the site as over those of a host.
+        info = whole_on_hosts(info_of_set(of_unit, group.size()), rows)
         unit = SiteUnit(
-            info=info, group=group, device=device, inner=inner, whole=True, _params=params
+            info=between_sites(info, group.size()),
+            group=group,
+            device=params[0].device,
+            inner=inner,
+            whole=True,
+            _params=params,
         )
         units.append(unit)
     return units
