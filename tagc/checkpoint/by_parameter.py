@@ -254,24 +254,15 @@ class UnitState:
 
     def _in_flat(self, segment: Segment, shard: int | None, row: int) -> Iterator[ParamLocation]:
         """:meth:`_in_shards` with FSDP1. In a shard, a parameter's elements are contiguous."""
-        by_param: dict[str, list[ParamSlice]] = {}
-        for piece in param_slices(self.reducer.plan.info, segment.params):
-            if shard in (None, piece.row):
-                by_param.setdefault(piece.param, []).append(piece)
-        params = {param.name: param for param in segment.params}
-        for name, mine in by_param.items():
-            param = params[name]
-            if shard is None:
-                yield self._place(param, None, (_piece(p, p.row) for p in mine))
-            else:
-                first = mine[0].offset
-                elements = Elements(first, mine[-1].offset + mine[-1].length)
-                yield self._place(param, elements, (_piece(p, row, first) for p in mine))
+        slices = list(param_slices(self.reducer.plan.info, segment.params))
+        for param in segment.params:
+            mine = [p for p in slices if p.param == param.name]
+            if mine:
+                yield from _cut(self._place(param, None), mine, shard, row)
 
     def _in_slices(self, segment: Segment, owner: int | None = None) -> Iterator[ParamLocation]:
         """The places in a tensor of two shots, which has a row for each owner of a slice, or the
-        row of one. With an owner there is a place for each run of elements of the parameter, so
-        that it means the same for other numbers of replicas."""
+        row of one."""
         slices = list(slices_of(self.reducer.plan, segment))
         for param in segment.params:
             place = self._whole(param, self.shard)
@@ -283,14 +274,8 @@ class UnitState:
                 for p in slices
                 if p.param == param.name and p.offset < numel
             ]
-            if owner is None:
-                yield replace(place, pieces=tuple(_piece(p, p.row) for p in mine))
-                continue
-            for piece in (p for p in mine if p.row == owner):
-                # All shards have this many elements, except the last ones.
-                first = self.shard * param.columns + piece.offset
-                part = place.part._replace(shard=Elements(first, first + piece.length))
-                yield replace(place, part=part, pieces=(_piece(piece, 0, piece.offset),))
+            # All shards have this many elements, except the last ones.
+            yield from _cut(place, mine, owner, first=self.shard * param.columns)
 
     def _whole(self, param: UnitParam, shard: int | None) -> ParamLocation | None:
         """A shard of a parameter, or all of them; None if there is nothing in it."""
@@ -308,21 +293,29 @@ class UnitState:
         place = self._place(param, None if shard is None else (shard, shards))
         return place if place.numel else None
 
-    def _place(
-        self,
-        param: UnitParam,
-        shard: tuple[int, int] | Elements | None,
-        pieces: Iterable[_Piece] = (),
-    ) -> ParamLocation:
-        return ParamLocation(
-            param=param,
-            part=Part(param.box, param.duplicate, shard),
-            ranks=self.reducer.plan.info.world_size,
-            pieces=tuple(pieces),
-        )
+    def _place(self, param: UnitParam, shard: tuple[int, int] | Elements | None) -> ParamLocation:
+        part = Part(param.box, param.duplicate, shard)
+        return ParamLocation(param=param, part=part, ranks=self.reducer.plan.info.world_size)
 
 
-def _piece(found: ParamSlice, row: int, start: int = 0) -> _Piece:
-    """A slice in a row, counted from element ``start`` of the parameter."""
-    first, columns = found.offset - start, slice(found.column, found.column + found.length)
-    return first, first + found.length, slice(row, row + 1), columns
+def _cut(
+    place: ParamLocation,
+    slices: Iterable[ParamSlice],
+    owner: int | None,
+    row: int = 0,
+    *,
+    first: int = 0,
+) -> Iterator[ParamLocation]:
+    """The place of a part that is cut into slices, which are in the rows of their owners. Of one
+    owner, whose row is ``row``, a place for each slice, so that it means the same for other numbers
+    of owners; the part begins at element ``first`` of the parameter."""
+    pieces = [(p, slice(p.column, p.column + p.length)) for p in slices]
+    if owner is None:
+        blocks = ((p.offset, p.offset + p.length, slice(p.row, p.row + 1), c) for p, c in pieces)
+        yield replace(place, pieces=tuple(blocks))
+    for piece, columns in pieces:
+        if piece.row == owner:
+            start = first + piece.offset
+            part = place.part._replace(shard=Elements(start, start + piece.length))
+            block = 0, piece.length, slice(row, row + 1), columns
+            yield replace(place, part=part, pieces=(block,))

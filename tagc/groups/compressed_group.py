@@ -61,6 +61,16 @@ def _as_inner(name: str) -> Any:
     return method
 
 
+def _coalesced(name: str) -> Any:
+    """A method that calls another one for several pairs of tensors, one after the other."""
+
+    def method(self: CompressedGroup, outs: list[Tensor], inps: list[Tensor], opts: Any = None):
+        one = getattr(self, name)
+        return several([one(out, inp, opts) for out, inp in zip(outs, inps, strict=True)], outs)
+
+    return method
+
+
 class CompressedGroup(dist.ProcessGroup):
     """A process group whose large floating tensors travel as codes.
 
@@ -131,12 +141,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(
-        self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
-    ) -> Any:
-        pairs = zip(outs, inps, strict=True)
-        return several([self._allgather_base(out, inp, opts) for out, inp in pairs], outs)
-
+    allgather_into_tensor_coalesced = _coalesced("_allgather_base")
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def allgather(self, outs: list[list[Tensor]], inps: list[Tensor], opts: Any = None) -> Any:
@@ -171,12 +176,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(
-        self, outs: list[Tensor], inps: list[Tensor], opts: Any = None
-    ) -> Any:
-        pairs = zip(outs, inps, strict=True)
-        return several([self._reduce_scatter_base(out, inp, opts) for out, inp in pairs], outs)
-
+    reduce_scatter_tensor_coalesced = _coalesced("_reduce_scatter_base")
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def reduce_scatter(self, outs: list[Tensor], inps: list[list[Tensor]], opts: Any = None) -> Any:

@@ -26,7 +26,7 @@ from tagc.collect.agree import complaint_of
 from tagc.groups.compressed_group import BACKEND, GROUPS, CompressedGroup
 from tagc.plan.unit_plan import MESSAGE_FORMAT
 from tagc.policy import Policy, PolicyError
-from tagc.policy.rules import DimensionRule, ExactActivationsConfig
+from tagc.policy.rules import DimensionRule
 
 
 @dataclass(frozen=True)
@@ -259,21 +259,12 @@ def check_meshes(model: nn.Module, policy: Policy) -> None:
             group, rule = mesh.get_group(name), policy.dimensions.get(name)
             made_with = group.rule if isinstance(group, CompressedGroup) else None
             if made_with != rule:
+                wanted, found = (one.codec if one else "nothing" for one in (rule, made_with))
                 raise PolicyError(
-                    f"policy {policy.name!r} says {_described(rule)} for dimension {name!r} of the "
-                    f"model's mesh, but its groups were made with {_described(made_with)}: make "
-                    "the mesh by tagc.init_device_mesh(..., policy=...) with the policy that you "
-                    "give tagc.wrap"
+                    f"policy {policy.name!r} says {wanted} for dimension {name!r} of the model's "
+                    f"mesh, but its groups were made with {found}: make the mesh by "
+                    "tagc.init_device_mesh(..., policy=...) with the policy that you give tagc.wrap"
                 )
-
-
-def _described(rule: DimensionRule | None) -> str:
-    if rule is None:
-        return "nothing"
-    codec = rule.codec
-    if isinstance(codec, ExactActivationsConfig):
-        return codec.description
-    return f"{codec.bits} bits (blocks of {codec.block})"
 
 
 if BACKEND.upper() not in dist.Backend._plugins:

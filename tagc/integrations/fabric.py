@@ -9,8 +9,7 @@ from torch import nn
 
 from tagc.handle.compressor import attached
 from tagc.handle.wrapper import wrap
-from tagc.integrations.residuals import missing
-from tagc.integrations.sharded import Compressing
+from tagc.integrations.residuals import Compressing, missing
 
 try:
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore

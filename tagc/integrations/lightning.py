@@ -14,8 +14,7 @@ from torch import nn
 
 from tagc.handle.compressor import Compressor, attached, compressor
 from tagc.handle.wrapper import wrap
-from tagc.integrations.residuals import missing
-from tagc.integrations.sharded import Compressing, residual_folder
+from tagc.integrations.residuals import Compressing, missing, residual_folder
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # pyright: ignore

@@ -183,6 +183,10 @@ def test_with_sharded_data_parallelism(rank: int, world_size: int) -> None:
     kind, text = fails(lambda: tagc.wrap(made(), "hybrid"))
     assert kind == "PolicyError", text
     assert "says nothing for dimension 'tp'" in text, text
+    dithered = {"kind": "quantized", "rounding": "stochastic"}
+    _, text = fails(lambda: tagc.wrap(made(), {**whole, "dimensions": {"tp": {"codec": dithered}}}))
+    assert "rounding='stochastic' for dimension 'tp'" in text, text
+    assert "rounding='nearest': make the mesh" in text, text
     native = made()
     with patch.object(mesh.get_group("tp"), "_compresses", False):
         reference = gradients(native, x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from support.trainers import HERE, Calls, Handle, imported, module
 from tagc.handle.compressor import attach
-from tagc.integrations.sharded import residual_folder
+from tagc.integrations import residuals
 
 
 class ParallelStrategy:
@@ -72,8 +71,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch, name: str, calls: Calls) -> Any:
         *(f"lightning__{of}" for of in ("fabric", "pytorch", "pytorch__trainer")),
     )
     made = imported(monkeypatch, name, **dict.fromkeys(parents, module()), **sharded)
-    place = importlib.import_module(HERE + "sharded")
-    monkeypatch.setattr(place, "attached", lambda model: model if calls else None)
+    monkeypatch.setattr(residuals, "attached", lambda model: model if calls else None)
     return made
 
 
@@ -108,7 +106,7 @@ def test_lightnings_strategy(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_
     folder.mkdir(parents=True)
     its.remove_checkpoint(file)
     assert not folder.parent.exists()
-    assert residual_folder(file, distributed=True) == file / "tagc"
+    assert residuals.residual_folder(file, distributed=True) == file / "tagc"
 
 
 def test_lightnings_strategies_for_ddp(

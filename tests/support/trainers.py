@@ -28,8 +28,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, **others: ModuleType | 
     """An integration, imported anew with stand-ins for other packages; None is not installed."""
     for other, module in others.items():
         monkeypatch.setitem(sys.modules, other.replace("__", "."), module)  # type: ignore[arg-type]
-    for module in ("sharded", name):
-        monkeypatch.delitem(sys.modules, HERE + module, raising=False)
+    monkeypatch.delitem(sys.modules, HERE + name, raising=False)
     return importlib.import_module(HERE + name)
 
 
