@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from tagc.attach.unit import Integration, Unit, already_wrapped
+from tagc.attach.unit import Integration, Unit, already_wrapped, ranks_of
 from tagc.attach.whole import (
     Named,
     check_policy,
@@ -330,14 +330,10 @@ def _named_params(name: str, module: DistributedDataParallel) -> Iterator[Named]
 
 
 def whole_params(model: nn.Module) -> tuple[list[Named], dist.ProcessGroup]:
-    """All parameters of a model whose modules are data parallel over one group, and that group."""
+    """All parameters that DDP keeps equal in a model, if over one group, and that group."""
     modules = [*_modules(model)]
     named = [found for name, module in modules for found in _named_params(name, module)]
-    kept = {id(param) for _, param in named}
-    rest = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
-    if rest:
-        raise ValueError(f"DistributedDataParallel does not keep {as_list(rest)} equal in a site")
-    groups = {tuple(dist.get_process_group_ranks(_group_of(m))): _group_of(m) for _, m in modules}
+    groups = {ranks_of(_group_of(m)): _group_of(m) for _, m in modules}
     if len(groups) > 1:
         raise ValueError("the model's modules are data parallel over different ranks")
     return named, next(iter(groups.values()))

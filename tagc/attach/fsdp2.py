@@ -26,7 +26,7 @@ from tagc.attach.fsdp2_collectives import (
     GradMode,
     all_reduces_by_class,
 )
-from tagc.attach.unit import Integration, Unit, already_wrapped
+from tagc.attach.unit import Integration, Unit, already_wrapped, ranks_of
 from tagc.attach.whole import check_policy, reduce_whole
 from tagc.collect import CollectiveWork, ReplicaAverage, Transport, UnitGatherer, UnitReducer
 from tagc.plan import Box, UnitInfo, UnitParam, span_of
@@ -379,12 +379,12 @@ def _parallel_dims(param: Any, group: Any) -> list[_ParallelDim]:
     sharded = param.sharded_param
     if not isinstance(sharded, DTensor):
         return []
-    own = {_ranks(one) for one in _sharding(group)}
+    own = {ranks_of(one) for one in _sharding(group)}
     dims = []
     for i, placement in enumerate(sharded.placements):
         along = sharded.device_mesh.get_group(i)
         divides = placement.dim % sharded.ndim if type(placement) is Shard else None
-        dims.append(_ParallelDim(along, _ranks(along), divides))
+        dims.append(_ParallelDim(along, ranks_of(along), divides))
     return [dim for dim in dims if dim.ranks not in own]
 
 
@@ -413,7 +413,7 @@ def _duplicate_of(
     parameter among these ranks.
     """
     me = dist.get_rank()
-    busy = {rank for group in sharding for rank in _ranks(group)}
+    busy = {rank for group in sharding for rank in ranks_of(group)}
     busy.update(rank for dim in dims if dim.divides is not None for rank in dim.ranks)
     index, count = 0, 1
     for ranks in everywhere:
@@ -421,10 +421,6 @@ def _duplicate_of(
             index, count = index * len(ranks) + ranks.index(me), count * len(ranks)
             busy.update(ranks)
     return None if count == 1 else (index, count)
-
-
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def _param_groups(model: nn.Module) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from tagc.attach.unit import Unit
+from tagc.attach.unit import Unit, ranks_of
 from tagc.attach.whole import whole_on_hosts
 from tagc.collect.hosts import HostGroups, HostLayout, Hosts, RankOnHost, host_groups, layout_of
 from tagc.plan import UnitInfo
@@ -25,7 +25,7 @@ class Levels:
             ValueError: if a unit cannot have the ``hosts`` that the user asks for.
         """
         self._facts = facts
-        by_ranks = {_ranks(unit): unit for unit in units}
+        by_ranks = {ranks_of(unit.group): unit for unit in units}
         # In the same order on all ranks, which may have their units in different orders.
         self._units = {ranks: by_ranks[ranks] for ranks in sorted(by_ranks)}
         self._layouts = {r: _layout(unit, hosts, facts) for r, unit in self._units.items()}
@@ -43,7 +43,7 @@ class Levels:
 
     def info(self, unit: Unit) -> UnitInfo:
         """The unit's reduce-scatter, with the layout of its ranks on hosts."""
-        R = self._layouts[_ranks(unit)].ranks_per_host
+        R = self._layouts[ranks_of(unit.group)].ranks_per_host
         if unit.info.replicated:
             return whole_on_hosts(unit.info, R)
         return replace(unit.info, ranks_per_host=R)
@@ -57,7 +57,7 @@ class Levels:
 
     def groups(self, unit: Unit) -> HostGroups | None:
         """This rank's groups for the unit; None if every rank sends for itself."""
-        return self._groups.get(_ranks(unit))
+        return self._groups.get(ranks_of(unit.group))
 
     def open(self) -> None:
         """Make the groups; all ranks call it together."""
@@ -68,7 +68,7 @@ class Levels:
 
     def keep(self, used: Iterable[Unit]) -> None:
         """Destroy the groups that none of the units ``used`` has. All ranks call it together."""
-        kept = {_ranks(unit) for unit in used}
+        kept = {ranks_of(unit.group) for unit in used}
         for ranks in [ranks for ranks in self._groups if ranks not in kept]:
             self._groups.pop(ranks).release()
 
@@ -77,12 +77,8 @@ class Levels:
         self.keep(())
 
 
-def _ranks(unit: Unit) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(unit.group))
-
-
 def _layout(unit: Unit, hosts: Hosts, facts: Mapping[int, RankOnHost]) -> HostLayout:
-    layout = layout_of(_ranks(unit), facts, hosts, dist.get_world_size())
+    layout = layout_of(ranks_of(unit.group), facts, hosts, dist.get_world_size())
     if layout.ranks_per_host == 1 or unit.info.flat is None:
         return layout
     if hosts != "auto":

@@ -128,3 +128,8 @@ def already_wrapped(name: str) -> ValueError:
         f"{name} is already wrapped, by itself or as a part of another model; call "
         "tagc.compressor(that_model).remove() first"
     )
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The group's ranks among all processes, in its order."""
+    return tuple(dist.get_process_group_ranks(group))

@@ -27,7 +27,7 @@ from tagc.collect.replay import Replay
 from tagc.collect.transport import SilentGroup, Transport
 from tagc.ops import Ops, get_ops
 from tagc.ops.program import Level, Program
-from tagc.plan import AT_ONCE, UnitPlan, as_list
+from tagc.plan import AT_ONCE, UnitPlan, as_list, span_of
 from tagc.plan.reductions import Variant
 from tagc.plan.two_shots import slicing_of
 from tagc.policy.roles import clean_name
@@ -125,8 +125,7 @@ class SiteUnit(Unit):
             row = param.detach()
             if self.whole:
                 row = row.view(1) if row.ndim == 0 else row
-                size = -(-len(row) // self.shards)
-                row = row[shard * size : (shard + 1) * size]
+                row = row.narrow(0, *span_of(len(row), shard, self.shards))
             rows.append(row.to_local() if isinstance(row, DTensor) else row)
         return rows
 
@@ -137,10 +136,11 @@ def check_trainable(model: nn.Module, units: Sequence[SiteUnit]) -> None:
     new = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if new:
         raise ValueError(
-            f"sites do not exchange {as_list([clean_name(name) for name in new])}: fully_shard "
-            "does not hold them, or they became trainable, or were added or replaced, after "
-            "tagc.sites. Give fully_shard the whole model; after such a change call remove() of "
-            "the handle, then tagc.sites again, with an optimizer that holds them, in all sites"
+            f"sites do not exchange {as_list([clean_name(name) for name in new])}: neither "
+            "fully_shard nor DistributedDataParallel holds them, or they became trainable, or were "
+            "added or replaced, after tagc.sites. Give these the whole model; after such a change "
+            "call remove() of the handle, then tagc.sites again, with an optimizer that holds "
+            "them, in all sites"
         )
 
 
@@ -203,9 +203,8 @@ class ChangeReducer(ReducerState):
         super().__init__(plan, ops, device, Workspace(device), seed=seed, rank=rank)
 
     def connect(self, transport: Transport) -> None:
-        """Average over this rank's counterparts in these sites from now on."""
+        """Average over this rank's counterparts in these sites; call it once."""
         self._levels["flat"] = transport
-        self._replays.clear()
 
     def averaging(self, change: Tensor) -> Iterator[None]:
         """Replace a change ``[S]`` by its average; pauses while messages are in flight."""

@@ -392,11 +392,9 @@ class SiteExchange:
         """Compare, average and wait for all. Without ``checks`` the host does not wait for the
         device; then the flight is checked when it lands."""
         try:
-            check = self._compare(flight)
+            flight.check = self._compare(flight)
             if checks:  # before it sends messages that the other sites do not expect
-                check()
-            else:
-                flight.check = check
+                flight.check()
             self._average(flight)
             flight.averaged = True
             if self.elastic:

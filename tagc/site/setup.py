@@ -21,7 +21,7 @@ from tagc.attach.ddp import DDP
 from tagc.attach.fsdp2 import FSDP2
 from tagc.attach.integrations import INTEGRATIONS, integration_of
 from tagc.attach.torchft import TorchftSites, is_manager
-from tagc.attach.unit import Unit
+from tagc.attach.unit import Unit, ranks_of
 from tagc.attach.whole import Named, info_of_set, parameter_sets, whole_on_hosts
 from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
@@ -287,8 +287,7 @@ def site_units(
     check_trainable(model, units)
     for unit in units if counterparts is not None else ():
         # Otherwise their parameters would be mixed up.
-        ranks = () if unit.inner is None else dist.get_process_group_ranks(unit.inner)
-        if len({*ranks} & {*dist.get_process_group_ranks(group)}) > 1:
+        if unit.inner is not None and len({*ranks_of(unit.inner)} & {*ranks_of(group)}) > 1:
             raise ValueError(
                 f"unit {unit.info.label!r} is sharded or data parallel over ranks that sites=... "
                 "says are in different sites: use the dimension of the mesh inside a site only"
@@ -351,7 +350,7 @@ def own_group(
 ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """A new group of the ranks of another one, for exchanges that run while training uses that; and
     a function that destroys it. All ranks that ``groups`` connect call it together."""
-    mine = tuple(dist.get_process_group_ranks(group))
+    mine = ranks_of(group)
     everyones = gather_by_rank(groups, {dist.get_rank(): mine})
     world = dist.group.WORLD
     # Either all processes make all of these groups, in the same order, or only the members.
