@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Annotated, NamedTuple
 
@@ -97,23 +98,19 @@ def first_problem(error: ValidationError) -> str:
     return ": ".join([*map(str, first["loc"]), first["msg"]])
 
 
+@dataclass
 class RankState:
     """A rank's saved state. Its tensors are read and checked on first use; their dtypes and shapes
     are known before."""
 
-    def __init__(
-        self,
-        where: str,
-        metadata: Mapping[str, str],
-        shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        read: Callable[[], dict[str, Tensor]],
-        hint: str = "",
-    ) -> None:
-        """``where`` names the state in messages; ``hint`` says what else may be the matter if the
-        digest differs."""
-        self.where, self.metadata, self.shapes = where, metadata, shapes
-        self.header = StateHeader.from_strings(metadata, where)
-        self._read, self._hint = read, hint
+    where: str  # names the state in messages
+    metadata: Mapping[str, str]
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    _read: Callable[[], dict[str, Tensor]]
+    _hint: str = ""  # what else may be the matter if the digest differs
+
+    def __post_init__(self) -> None:
+        self.header = StateHeader.from_strings(self.metadata, self.where)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ the average divides.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
@@ -100,7 +101,7 @@ class Merge:
     parts: dict[str, list[Saved]] = field(default_factory=dict)
     # Names, without the part, of what no rank takes; the same on all ranks.
     dropped: list[str] = field(default_factory=list)
-    taken: dict[tuple[int, str], int] = field(default_factory=dict)  # elements that this rank uses
+    taken: Counter[tuple[int, str]] = field(default_factory=Counter)  # elements this rank uses
     saved: dict[tuple[int, str], int] = field(default_factory=dict)  # and all that are not dropped
 
     def check(self, where: str, taken: Mapping[int, Mapping[tuple[int, str], int]]) -> None:
@@ -177,8 +178,7 @@ def plan_merge(source: Source, holdings: Holdings, rank: int) -> Merge:
                     continue  # another rank counts it
                 for saved in parts:
                     # With hosts, a rank may take several shards of a residual that was saved whole.
-                    key = saved.rank, saved.name
-                    merge.taken[key] = merge.taken.get(key, 0) + saved.numel_for(place)
+                    merge.taken[saved.rank, saved.name] += saved.numel_for(place)
     return merge
 
 

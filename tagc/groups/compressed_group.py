@@ -31,7 +31,7 @@ from tagc.collect.transport import MARKS, CollectiveWork, Transport, failing_in
 from tagc.groups.activations import CodedCollectives
 from tagc.groups.forward import in_backward, in_forward, in_recomputation
 from tagc.groups.works import Batches, CodedWork, several
-from tagc.ops import Ops, get_ops
+from tagc.ops import get_ops
 from tagc.policy.rules import DimensionRule, ExactActivationsConfig
 
 BACKEND = "tagc"
@@ -331,16 +331,14 @@ class CompressedGroup(dist.ProcessGroup):
         """The collectives for tensors on this device."""
         kind = t.device.type
         if kind not in self._collectives:
-            coder = self._coder(get_ops(t.device))
+            codec, ops = self.rule.codec, get_ops(t.device)
+            if isinstance(codec, ExactActivationsConfig):
+                coder: Coder = ExponentCoder(ops)
+            else:
+                dithered = codec.rounding == "stochastic"
+                coder = RowCoder(ops, bits=codec.bits, block=codec.block, dithered=dithered)
             self._collectives[kind] = CodedCollectives(self._transport, coder)
         return self._collectives[kind]
-
-    def _coder(self, ops: Ops) -> Coder:
-        codec = self.rule.codec
-        if isinstance(codec, ExactActivationsConfig):
-            return ExponentCoder(ops)
-        dithered = codec.rounding == "stochastic"
-        return RowCoder(ops, bits=codec.bits, block=codec.block, dithered=dithered)
 
     def _named(self, kind: str, t: Tensor) -> str:
         return f"the {kind} of {list(t.shape)} over dimension {self.dimension!r}"

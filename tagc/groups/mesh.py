@@ -66,8 +66,7 @@ def bytes_by_dimension() -> dict[str, DimensionBytes]:
     total: dict[str, DimensionBytes] = {}
     for group in live_groups():
         wire, dense = astuple(total.get(group.dimension, DimensionBytes(0, 0)))
-        sent = DimensionBytes(wire + group.wire_bytes, dense + group.dense_bytes)
-        total[group.dimension] = sent
+        total[group.dimension] = DimensionBytes(wire + group.wire_bytes, dense + group.dense_bytes)
     return dict(sorted(total.items()))
 
 

@@ -103,30 +103,24 @@ class Sites(Handle):
         self._model, self._exchange = model, exchange
         self._groups, self._release, self._removed = groups, release, False
         self._loads = _Loads(model, exchange)
-        self._hooks: list[Any] = []
-        mine, last = weakref.ref(self), weakref.ref(optimizers[-1])
-
-        @untraced
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            sites = mine()
-            if sites is not None and _counts(optimizer):
-                sites._loads.settle(begins=True)
-
-        @untraced
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            sites = mine()
-            if sites is None:
-                return
-            if optimizer is last() and _counts(optimizer):
-                sites._exchange.step()
-                sites._loads.note_step()
-            else:
-                sites._loads.note_writes()
-
+        self._last = weakref.ref(optimizers[-1])
+        before, after = (untraced(_Hook(of)) for of in (self._before_step, self._after_step))
+        self._hooks: list[Any] = list(self._loads.hooks)
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(before_step))
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_post_hook(after))
         object.__setattr__(model, _ATTRIBUTE, self)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if _counts(optimizer):
+            self._loads.settle(begins=True)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self._last() and _counts(optimizer):
+            self._exchange.step()
+            self._loads.note_step()
+        else:
+            self._loads.note_writes()
 
     @property
     def _plan(self) -> Plan:
@@ -200,7 +194,7 @@ class Sites(Handle):
         if self._removed:
             return
         self._removed = True
-        for hook in (*self._hooks, *self._loads.hooks):
+        for hook in self._hooks:
             hook.remove()
         if sites_of(self._model) is self:
             delattr(self._model, _ATTRIBUTE)
@@ -260,7 +254,7 @@ class _Loads:
         # Whose ``load_state_dict`` runs.
         self._loading: nn.Module | None = None
         self.note_writes()
-        begins, ends = _LoadHook(self, "note_load"), _LoadHook(self, "note_loaded")
+        begins, ends = _Hook(self.note_load), _Hook(self.note_loaded)
         self.hooks = [m.register_load_state_dict_pre_hook(begins) for m in model.modules()]
         self.hooks += [m.register_load_state_dict_post_hook(ends) for m in model.modules()]
 
@@ -329,15 +323,15 @@ class _Loads:
         return sum(anchor.unit.writes for anchor in self._exchange.anchors)
 
 
-class _LoadHook:
-    """A hook of modules that notes a load, by a method of :class:`_Loads`."""
+class _Hook:
+    """A hook of a module or an optimizer, which calls a method with it while that lives."""
 
-    def __init__(self, loads: _Loads, note: str) -> None:
-        self._loads, self._note = weakref.ref(loads), note
+    def __init__(self, method: Callable[[Any], None]) -> None:
+        self._method = weakref.WeakMethod(method)
 
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if (loads := self._loads()) is not None:
-            getattr(loads, self._note)(module)
+    def __call__(self, caller: nn.Module | Optimizer, *args: Any) -> None:
+        if (method := self._method()) is not None:
+            method(caller)
 
     def __reduce__(self) -> Any:
         # In a copy of the model, also a pickled one, a function that does nothing.
