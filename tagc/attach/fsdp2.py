@@ -316,7 +316,6 @@ def _check_reduction(name: str, group: Any) -> None:
 
 
 def _check_own(name: str, comm: Any, kind: str) -> None:
-    """Refuse to replace a collective that is not FSDP's own."""
     if not _is_own(comm):
         raise ValueError(
             f"{name or 'the root module'!r} has its own {kind}, {type(comm).__name__} (from "
@@ -375,7 +374,6 @@ class _ParallelDim(NamedTuple):
 
 
 def _parallel_dims(param: Any, group: Any) -> list[_ParallelDim]:
-    """The dimensions of an FSDP parameter's mesh that are not FSDP's."""
     sharded = param.sharded_param
     if not isinstance(sharded, DTensor):
         return []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tagc.attach import Unit
+from tagc.attach import Unit, distinct
 from tagc.basics.warn import warn
 from tagc.checkpoint import (
     Source,
@@ -211,10 +211,10 @@ class Compressor(Handle):
             for reducers in (self.reducers, self.replica_reducers)
             for unit, reducer in zip(self.units, reducers, strict=bool(reducers))
         ]
-        parallel = (group for unit in self.units for group in unit.parallel)
+        parallel = [group for unit in self.units for group in unit.parallel]
         return State(
             plan=self._plan,
-            groups=list(dict.fromkeys((*self.groups, *parallel))),
+            groups=distinct([*self.groups, *parallel]),
             reduced=reduced,
             gathered=self.gatherers,
             waiting=made.waiting,

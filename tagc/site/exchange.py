@@ -334,8 +334,8 @@ class SiteExchange:
         if delay and self.elastic:
             # On a GPU a thread would need a stream and a device of its own.
             flies = flies and self._active and self._stream is None
-            if self._inside:  # no rank trains on while another one waits for its vote
-                flies = all(gather_by_rank(self._inside, {dist.get_rank(): flies}).values())
+            # No rank trains on while another one waits for its vote.
+            flies = all(gather_by_rank(self._inside, {dist.get_rank(): flies}).values())
         if not met:
             return flight
         if not flies:
@@ -359,7 +359,7 @@ class SiteExchange:
         """Meet the sites that are there; False, with an error, if this one could not connect to
         them. It may continue from another site."""
         members = self._members
-        if members is not None and self._inside:
+        if members is not None:
             # All ranks of this site are as far as the one that is furthest behind.
             counts = gather_by_rank(self._inside, {dist.get_rank(): members.count})
             if len({*counts.values()}) > 1:
