@@ -6,4 +6,4 @@ unit's programs take for it.
 
 from tagc.codecs.config import CodecConfig, Special
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest, Span
-from tagc.codecs.registry import CODECS, in_message_order, kind_of, plan_codec
+from tagc.codecs.registry import CODECS, kind_of, message_order, plan_codec

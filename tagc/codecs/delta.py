@@ -7,21 +7,19 @@ change includes it: this is error feedback without a residual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
 from tagc.codecs.config import Block, CodecConfig, Special, unit
 from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix
-from tagc.codecs.plan import CodecKind, CodecPlan, PlanRequest
+from tagc.codecs.plan import PlanRequest
 from tagc.codecs.quantized import (
     QuantizedParametersConfig,
     QuantizedPlan,
     plan_quantized,
 )
-from tagc.ops.program import Launch, Place
 
 
 class DeltaConfig(CodecConfig):
@@ -66,65 +64,11 @@ class DeltaConfig(CodecConfig):
         return "bits 4 or 8, or codec 'dense'"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaPlan(CodecPlan):
-    """How the changes of one segment are sent.
-
-    Attributes:
-        code: the plan of the codec that quantizes the changes.
-    """
-
-    of_changes: ClassVar[bool] = True
-
-    code: QuantizedPlan | MatrixPlan
-
-    @property
-    def name(self) -> str:
-        """'delta' and the name of the code."""
-        return f"delta {self.code.name}"
-
-    @property
-    def nominal_bits(self) -> float | None:
-        return self.code.nominal_bits
-
-    @property
-    def words(self) -> int:
-        """Those of the code."""
-        return self.code.words
-
-    def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """Those of the code."""
-        return self.code.scratch_bytes(destinations, sources)
-
-    def resized(self, columns: int) -> Self:
-        return replace(self, code=self.code.resized(columns))
-
-    def encoding(
-        self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
-    ) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.encoding`; ``x`` are changes, in float32."""
-        return self.code.encoding(x, message)
-
-    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
-        return self.code.decoding(messages, rows, add=True)
-
-    def word_shares(self, columns: Sequence[float]) -> list[float]:
-        return self.code.word_shares(columns)
-
-
-def plan_delta(config: DeltaConfig, request: PlanRequest) -> DeltaPlan:
-    """The sizes of one segment."""
+def plan_delta(config: DeltaConfig, request: PlanRequest) -> QuantizedPlan | MatrixPlan:
+    """The plan of the codec that quantizes the changes of one segment."""
     if config.bits == 2:
-        return DeltaPlan(code=plan_matrix(MatrixConfig(bits=2), request))
+        return replace(plan_matrix(MatrixConfig(bits=2), request), of_changes=True)
     code = QuantizedParametersConfig(bits=config.bits, block=config.block)
     dithered = config.rounding == "stochastic"
-    plan = replace(plan_quantized(code, request), dithered=dithered, by_content=dithered)
-    return DeltaPlan(code=plan)
-
-
-DELTA = CodecKind(
-    name="delta",
-    parameter_config=DeltaConfig,
-    plan=DeltaPlan,
-    make_plan=plan_delta,
-)
+    plan = plan_quantized(code, request)
+    return replace(plan, of_changes=True, dithered=dithered, by_content=dithered)

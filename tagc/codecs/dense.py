@@ -9,7 +9,7 @@ from typing import Literal, Self
 import torch
 
 from tagc.codecs.config import CodecConfig, Special
-from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.ops.dense import DenseLayout, Piece
 from tagc.ops.launches import Put, Sum
 from tagc.ops.program import Launch, Place
@@ -97,20 +97,6 @@ class DensePlan(CodecPlan):
 
 def plan_dense(config: DenseConfig, request: PlanRequest) -> DensePlan:
     """The sizes of one segment."""
-    native = request.columns == 0 or not config.compresses
+    native = not config.compresses
     wire = request.dtype if native else torch.bfloat16
     return DensePlan(numel=request.columns, wire=wire, native=native)
-
-
-def plan_empty(request: PlanRequest) -> DensePlan:
-    """The plan of a segment without columns, whatever its codec."""
-    return DensePlan(numel=0, wire=request.dtype)
-
-
-DENSE = CodecKind(
-    name="dense",
-    config=DenseConfig,
-    parameter_config=DenseConfig,
-    plan=DensePlan,
-    make_plan=plan_dense,
-)

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Self
 import torch
 
 from tagc.codecs.config import CodecConfig, Special
-from tagc.codecs.plan import CodecKind, CodecPlan, PlanRequest
+from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.ops.exact import MANTISSA, ExactLayout
 from tagc.ops.exponents import ExponentLayout
 from tagc.ops.launches import Copy, DecodeExact, MeasureExact, PackExponents, UnpackExponents
@@ -78,10 +78,9 @@ class ExactChanges(ExactPlan):
         capacity: words of a message; in a plan, those that are expected in training.
     """
 
-    of_changes: ClassVar[bool] = True
-
     layout: ExactLayout
     capacity: int
+    of_changes: bool = True
 
     @property
     def name(self) -> str:
@@ -201,11 +200,3 @@ def plan_exact(config: ExactConfig, request: PlanRequest) -> ExactPlan:
 
 def _expected_words(layout: ExactLayout, bits: float) -> int:
     return min(max(1, math.ceil(bits * layout.numel / 32)), layout.words)
-
-
-EXACT = CodecKind(
-    name="exact",
-    parameter_config=ExactConfig,
-    plan=ExactPlan,
-    make_plan=plan_exact,
-)

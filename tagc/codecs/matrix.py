@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field
 
 from tagc.codecs.config import CodecConfig, Steps, unit
-from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.ops.launches import DequantizeMatrix, QuantizeMatrix
 from tagc.ops.matrix import Matrices, MatrixLayout
 from tagc.ops.program import Launch, Place
@@ -56,10 +56,9 @@ class MatrixPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """'matrix' with bits and level."""
-        first = self.layouts[0]
+        first, changes = self.layouts[0], "delta " if self.of_changes else ""
         level = f" level {first.level:g}" if first.level != 1 else ""
-        return f"matrix int{first.bits}{level}"
+        return f"{changes}matrix int{first.bits}{level}"
 
     @property
     def nominal_bits(self) -> int:
@@ -117,8 +116,8 @@ class MatrixPlan(CodecPlan):
         operator = DequantizeMatrix(layout=self.matrices, divisor=divisor)
         yield Launch(operator, (messages, rows), self.name)
 
-    def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        operator = DequantizeMatrix(layout=self.matrices, add=add)
+    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
+        operator = DequantizeMatrix(layout=self.matrices, add=self.of_changes)
         yield Launch(operator, (messages, rows), self.name)
 
     def word_shares(self, columns: Sequence[float]) -> list[float]:
@@ -139,11 +138,3 @@ def plan_matrix(config: MatrixConfig, request: PlanRequest) -> MatrixPlan:
         warmup_steps=config.warmup_steps,
         feedback=request.feedback,
     )
-
-
-MATRIX = CodecKind(
-    name="matrix",
-    config=MatrixConfig,
-    plan=MatrixPlan,
-    make_plan=plan_matrix,
-)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -39,16 +40,16 @@ class CodecPlan:
     Attributes:
         warmup_steps: how many of the first reductions are dense.
         feedback: the feedback rule; None if nothing is stored.
+        of_changes: whether messages carry changes since the last message, and ranks that decode
+            them keep a copy to add them to.
     """
 
-    of_changes: ClassVar[bool] = False
-    """Whether messages carry changes since the last message, and ranks that decode them keep a copy
-    to add them to."""
     exact: ClassVar[bool] = False
     """Whether ranks that decode have the bits that were encoded."""
 
     warmup_steps: int = 0
     feedback: FeedbackRule | None = None
+    of_changes: bool = False
 
     @property
     def name(self) -> str:
@@ -227,23 +228,7 @@ class PlanRequest:
     matrices: Sequence[Sequence[tuple[int, int]]] = ()
 
 
-PlanOf = TypeVar("PlanOf", bound=CodecPlan, covariant=True)
-
-
-class CodecSegment(Protocol[PlanOf]):
-    """Columns ``start`` to ``stop`` of a unit."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def codec(self) -> PlanOf: ...
-
-
-SegmentOf = TypeVar("SegmentOf", bound=CodecSegment[CodecPlan])
+SegmentOf = TypeVar("SegmentOf")
 
 
 class Span(NamedTuple, Generic[SegmentOf]):
@@ -254,20 +239,20 @@ class Span(NamedTuple, Generic[SegmentOf]):
     words: slice
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CodecKind:
     """One kind of codec.
 
     Attributes:
         name: the name in policies.
-        config: the configuration for gradients; None if it cannot send gradients.
-        parameter_config: the configuration for parameters; None if it cannot send parameters.
         plan: the class of a segment's plan.
         make_plan: makes a plan from either configuration.
+        config: the configuration for gradients; None if it cannot send gradients.
+        parameter_config: the configuration for parameters; None if it cannot send parameters.
     """
 
     name: str
+    plan: type[CodecPlan] | UnionType
+    make_plan: Callable[[Any, PlanRequest], CodecPlan]
     config: type[CodecConfig] | None = None
     parameter_config: type[CodecConfig] | None = None
-    plan: type[CodecPlan]
-    make_plan: Callable[[Any, PlanRequest], CodecPlan]

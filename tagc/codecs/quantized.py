@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tagc.codecs.config import Block, CodecConfig, unit
-from tagc.codecs.plan import CodecKind, CodecPlan, Cut, PlanRequest
+from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.fingerprint import MASK, fmix32
 from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf
@@ -98,9 +98,9 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def name(self) -> str:
-        """'quantized' with the bits."""
-        dithered = " dithered" if self.dithered else ""
-        return f"quantized int{self.layout.bits}{' kept' if self.keep_for_backward else dithered}"
+        changes = "delta " if self.of_changes else ""
+        how = " kept" if self.keep_for_backward else " dithered" if self.dithered else ""
+        return f"{changes}quantized int{self.layout.bits}{how}"
 
     @property
     def reuses_forward_message(self) -> bool:
@@ -139,16 +139,18 @@ class QuantizedPlan(CodecPlan):
     def summing(self, messages: Place, rows: Place, divisor: int) -> Iterator[Launch]:
         yield Launch(Dequantize(layout=self.layout, divisor=divisor), (messages, rows), self.name)
 
-    def decoding(self, messages: Place, rows: Place, *, add: bool = False) -> Iterator[Launch]:
-        yield Launch(Dequantize(layout=self.layout, add=add), (messages, rows), self.name)
-        if rows.dtype == torch.float16 and not add:
+    def decoding(self, messages: Place, rows: Place) -> Iterator[Launch]:
+        operator = Dequantize(layout=self.layout, add=self.of_changes)
+        yield Launch(operator, (messages, rows), self.name)
+        if rows.dtype == torch.float16 and not self.of_changes:
             # Within a scale's rounding of the largest number; what is not finite is NaN here.
             yield Launch(Clamp(torch.finfo(rows.dtype).max), (rows,), self.name)
 
     def finding_unfit(self, messages: Place, dtype: torch.dtype, flag: Place) -> Iterator[Launch]:
-        """See :meth:`CodecPlan.finding_unfit`. The scales show it."""
-        above = ScalesAbove(self.layout, _largest_scale(dtype, self.layout.levels))
-        yield Launch(above, (messages, flag), self.name)
+        """See :meth:`CodecPlan.finding_unfit`. The scales show it; changes are never unfit."""
+        if not self.of_changes:
+            above = ScalesAbove(self.layout, _largest_scale(dtype, self.layout.levels))
+            yield Launch(above, (messages, flag), self.name)
 
 
 def plan_quantized(
@@ -200,12 +202,3 @@ def _largest_scale(dtype: torch.dtype, levels: int) -> int:
     NaN's are larger, and scales have no sign.)"""
     largest = torch.tensor(torch.finfo(dtype).max / levels, dtype=torch.float32, device="cpu")
     return int(largest.view(torch.int32)) >> 16
-
-
-QUANTIZED = CodecKind(
-    name="quantized",
-    config=QuantizedConfig,
-    parameter_config=QuantizedParametersConfig,
-    plan=QuantizedPlan,
-    make_plan=plan_quantized,
-)

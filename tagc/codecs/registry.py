@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from tagc.codecs.config import CodecConfig
-from tagc.codecs.delta import DELTA
-from tagc.codecs.dense import DENSE, plan_empty
-from tagc.codecs.exact import EXACT
-from tagc.codecs.matrix import MATRIX
-from tagc.codecs.plan import CodecKind, CodecPlan, CodecSegment, PlanRequest
-from tagc.codecs.quantized import QUANTIZED
-from tagc.codecs.sketch import SKETCH
+from tagc.codecs.delta import DeltaConfig, plan_delta
+from tagc.codecs.dense import DenseConfig, DensePlan, plan_dense
+from tagc.codecs.exact import ExactConfig, ExactPlan, plan_exact
+from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix
+from tagc.codecs.plan import CodecKind, CodecPlan, PlanRequest
+from tagc.codecs.quantized import (
+    QuantizedConfig,
+    QuantizedParametersConfig,
+    QuantizedPlan,
+    plan_quantized,
+)
+from tagc.codecs.sketch import SketchConfig, SketchPlan, plan_sketch
 
-CODECS: tuple[CodecKind, ...] = (SKETCH, QUANTIZED, MATRIX, DELTA, EXACT, DENSE)
+CODECS: tuple[CodecKind, ...] = (
+    CodecKind("sketch", SketchPlan, plan_sketch, SketchConfig),
+    CodecKind(
+        "quantized", QuantizedPlan, plan_quantized, QuantizedConfig, QuantizedParametersConfig
+    ),
+    CodecKind("matrix", MatrixPlan, plan_matrix, MatrixConfig),
+    CodecKind("delta", QuantizedPlan | MatrixPlan, plan_delta, None, DeltaConfig),
+    CodecKind("exact", ExactPlan, plan_exact, None, ExactConfig),
+    CodecKind("dense", DensePlan, plan_dense, DenseConfig, DenseConfig),
+)
 """All codecs, in the order of their words in a unit's message."""
 
 
 def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
-    """The kind of a configuration or of a plan."""
+    """The kind of a configuration or of a plan; of a plan that two kinds share, the first."""
     for kind in CODECS:
         configs = (kind.config, kind.parameter_config)
-        if isinstance(codec, (*filter(None, configs), kind.plan)):
+        if type(codec) in configs or isinstance(codec, kind.plan):
             return kind
     raise ValueError(f"{type(codec).__name__} is of no codec in CODECS")
 
@@ -30,10 +41,10 @@ def kind_of(codec: CodecConfig | CodecPlan) -> CodecKind:
 def plan_codec(config: CodecConfig, request: PlanRequest) -> CodecPlan:
     """The plan of a codec for one segment, with all sizes."""
     if request.columns == 0:
-        return plan_empty(request)
+        return plan_dense(DenseConfig(), request)
     return kind_of(config).make_plan(config, request)
 
 
-def in_message_order(segments: Sequence[CodecSegment[CodecPlan]]) -> list[list[Any]]:
-    """The segments grouped by kind, in the order of ``CODECS``; groups may be empty."""
-    return [[s for s in segments if isinstance(s.codec, kind.plan)] for kind in CODECS]
+def message_order(codec: CodecPlan) -> int:
+    """Where the words of a codec stand in a unit's message, by their kind."""
+    return CODECS.index(kind_of(codec))

@@ -10,7 +10,7 @@ every message fits in. For all coders but :class:`ExponentCoder` both are the sa
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,20 +26,22 @@ _BLOCKS = 8
 _NOT_DIVIDED = 1
 
 
-class Coder(Protocol):
+class Coder:
     """A coder.
 
     Attributes:
         dtypes: of the tensors that it codes.
         varies: whether a message may be longer than usual, which only its sender knows.
+        total_dtype: of sums that are coded again.
     """
 
-    dtypes: tuple[torch.dtype, ...]
-    varies: bool
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    varies: ClassVar[bool] = False
+    total_dtype: ClassVar[torch.dtype]
 
     def lengths(self, numel: int) -> tuple[int, int]:
         """int32 words of the message about ``numel`` elements: usually, and at most."""
-        ...
+        raise NotImplementedError
 
     def is_long(self, message: Tensor) -> Tensor:
         """Whether a message is longer than usual, ``[1]`` bool.
@@ -47,19 +49,19 @@ class Coder(Protocol):
         Args:
             message: flat, int32 or bytes.
         """
-        ...
+        return torch.zeros(1, dtype=torch.bool, device=message.device)
 
     def part(self, numel: int, ranks: int) -> int:
         """Elements of each of ``ranks`` equal parts of ``numel``, the last one padded."""
-        ...
+        raise NotImplementedError
 
     def encode(self, t: Tensor) -> Tensor:
         """The messages ``[n, words]`` int32 about the rows of ``t`` ``[n, numel]``."""
-        ...
+        raise NotImplementedError
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """Write what messages ``[n, words]`` say to ``out`` ``[n, numel]``."""
-        ...
+        raise NotImplementedError
 
     def add_up(self, messages: Tensor, out: Tensor, divisor: int) -> None:
         """Write the sum over ranks, divided by ``divisor``, to ``out`` ``[numel]``. It is added in
@@ -68,19 +70,21 @@ class Coder(Protocol):
         Args:
             messages: ``[W, words]`` int32.
         """
-        ...
+        raise NotImplementedError
 
-    def total(self, messages: Tensor, numel: int, dtype: torch.dtype, divisor: int) -> Tensor:
-        """:meth:`add_up` of elements of this dtype, ``[numel]``, for a message to all ranks."""
-        ...
+    def total(self, messages: Tensor, numel: int, divisor: int) -> Tensor:
+        """:meth:`add_up` of ``[numel]`` elements, for a message to all ranks."""
+        out = torch.empty(numel, dtype=self.total_dtype, device=messages.device)
+        self.add_up(messages, out, divisor)
+        return out
 
 
-class RowCoder:
+class RowCoder(Coder):
     """Cuts a tensor into rows of 8 blocks, the last one filled up with zeros. Each row is quantized
     by itself, as :mod:`tagc.ops.blocks` has it."""
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    varies = False
+    total_dtype = torch.float32
 
     def __init__(self, ops: Ops, *, bits: int, block: int, dithered: bool = False) -> None:
         self._ops, self._dithered = ops, dithered
@@ -93,9 +97,6 @@ class RowCoder:
     def lengths(self, numel: int) -> tuple[int, int]:
         words = self._rows(numel) * self._layout.words
         return words, words
-
-    def is_long(self, message: Tensor) -> Tensor:
-        return torch.zeros(1, dtype=torch.bool, device=message.device)
 
     def part(self, numel: int, ranks: int) -> int:
         return -(-self._rows(numel) // ranks) * self._layout.numel
@@ -126,18 +127,14 @@ class RowCoder:
         if room is not out:
             out.copy_(room[:, :numel])
 
-    def total(self, messages: Tensor, numel: int, dtype: torch.dtype, divisor: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=messages.device)
-        self.add_up(messages, out, divisor)
-        return out
 
-
-class ExponentCoder:
+class ExponentCoder(Coder):
     """Packs the exponents of bfloat16, as :mod:`tagc.ops.exponents` has it: no bit is lost. Rows
     whose exponents do not fit travel as they are, in longer messages."""
 
     dtypes = (torch.bfloat16,)
     varies = True
+    total_dtype = torch.bfloat16
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -172,8 +169,3 @@ class ExponentCoder:
             # Not by a number: a GPU would multiply by its inverse, and round twice.
             sums = sums / torch.full_like(sums[:1], divisor)
         out.copy_(sums)
-
-    def total(self, messages: Tensor, numel: int, dtype: torch.dtype, divisor: int) -> Tensor:
-        out = torch.empty(numel, dtype=dtype, device=messages.device)
-        self.add_up(messages, out, divisor)
-        return out

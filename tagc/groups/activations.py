@@ -86,7 +86,7 @@ class CodedCollectives:
             transport, (pad(tensor, (0, missing)) if missing else tensor).view(ranks, part)
         )
         first.wait()
-        total = coder.total(parts, part, tensor.dtype, divisor)
+        total = coder.total(parts, part, divisor)
         received, work = self._sent(transport, total[None])
         work.wire_bytes += first.wire_bytes
 

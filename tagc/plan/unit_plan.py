@@ -24,10 +24,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
-from tagc.codecs import CodecPlan, Cut, Span, in_message_order
+from tagc.codecs import CodecPlan, Cut, Span, message_order
 from tagc.ops.dense import STAMP_WORDS
 from tagc.plan.param_slices import filled_columns
 from tagc.plan.units import UnitInfo, UnitParam
@@ -115,9 +114,10 @@ class MessagePlan:
     @cached_property
     def spans(self) -> tuple[Span[Segment], ...]:
         """The segments in the order of their words in a message, with columns and words."""
-        ordered = chain.from_iterable(in_message_order(self.segments))
-        found, word = [], 0
-        for s in self.segments if self.in_column_order else ordered:
+        ordered, found, word = self.segments, [], 0
+        if not self.in_column_order:
+            ordered = sorted(ordered, key=lambda s: message_order(s.codec))
+        for s in ordered:
             words = slice(word, word + s.codec.words)
             found.append(Span(s, slice(s.start, s.stop), words))
             word += s.codec.room

@@ -1,12 +1,4 @@
 """Codec ``sketch``: the largest groups, in a count sketch that is summed on the way."""
 
-from tagc.codecs.plan import CodecKind
 from tagc.codecs.sketch.codec import COUNTING, SelectionCount, Sketches
 from tagc.codecs.sketch.plan import SketchConfig, SketchPlan, plan_sketch
-
-SKETCH = CodecKind(
-    name="sketch",
-    config=SketchConfig,
-    plan=SketchPlan,
-    make_plan=plan_sketch,
-)
