@@ -69,6 +69,5 @@ def plan_delta(config: DeltaConfig, request: PlanRequest) -> QuantizedPlan | Mat
     if config.bits == 2:
         return replace(plan_matrix(MatrixConfig(bits=2), request), of_changes=True)
     code = QuantizedParametersConfig(bits=config.bits, block=config.block)
-    dithered = config.rounding == "stochastic"
     plan = plan_quantized(code, request)
-    return replace(plan, of_changes=True, dithered=dithered, by_content=dithered)
+    return replace(plan, of_changes=True, dithered=config.rounding == "stochastic")

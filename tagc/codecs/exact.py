@@ -64,19 +64,14 @@ class ExactConfig(CodecConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactPlan(CodecPlan):
-    """How one segment is sent."""
-
-    exact: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactChanges(ExactPlan):
+class ExactChanges(CodecPlan):
     """How the changes of one segment are sent.
 
     Attributes:
         capacity: words of a message; in a plan, those that are expected in training.
     """
+
+    exact: ClassVar[bool] = True
 
     layout: ExactLayout
     capacity: int
@@ -120,13 +115,15 @@ class ExactChanges(ExactPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedExponents(ExactPlan):
+class PackedExponents(CodecPlan):
     """How one segment is sent without a copy.
 
     Attributes:
         raw: whether there is room for the parameters themselves, in case a rank's exponents do not
             fit. Expected are some that do.
     """
+
+    exact: ClassVar[bool] = True
 
     layout: ExponentLayout
     raw: bool = False
@@ -174,7 +171,7 @@ class PackedExponents(ExactPlan):
         yield Launch(UnpackExponents(self.layout), (messages, rows), self.name)
 
 
-def plan_exact(config: ExactConfig, request: PlanRequest) -> ExactPlan:
+def plan_exact(config: ExactConfig, request: PlanRequest) -> ExactChanges | PackedExponents:
     """The sizes of one segment."""
     if not config.keep_copy and request.dtype == torch.bfloat16:
         return PackedExponents(layout=ExponentLayout(numel=request.columns))

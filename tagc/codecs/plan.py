@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -42,6 +42,9 @@ class CodecPlan:
         feedback: the feedback rule; None if nothing is stored.
         of_changes: whether messages carry changes since the last message, and ranks that decode
             them keep a copy to add them to.
+        reuses_forward_message: whether the backward reuses the messages of the forward's
+            all-gather.
+        density: fraction of elements that a rank sends.
     """
 
     exact: ClassVar[bool] = False
@@ -50,6 +53,8 @@ class CodecPlan:
     warmup_steps: int = 0
     feedback: FeedbackRule | None = None
     of_changes: bool = False
+    reuses_forward_message: bool = False
+    density: float = 1.0
 
     @property
     def name(self) -> str:
@@ -77,11 +82,6 @@ class CodecPlan:
         return None
 
     @property
-    def density(self) -> float:
-        """Fraction of elements that a rank sends."""
-        return 1.0
-
-    @property
     def overshoot(self) -> float:
         """How much a sum may exceed the exact sum of gradients, relative to the largest magnitudes
         that ranks add up. Codes that round up, in this message and in the one whose residual it
@@ -93,22 +93,6 @@ class CodecPlan:
         """int32 words per destination that are summed on the way, besides the message. The owner
         decodes the one sum instead of every rank's words."""
         return 0
-
-    @property
-    def table_cells(self) -> int:
-        """int32 words per destination of which :attr:`cells` are taken; 0 if operators write the
-        cells themselves."""
-        return 0
-
-    @property
-    def counts(self) -> int:
-        """int32 words per destination that all ranks sum, for the next step's thresholds."""
-        return 0
-
-    @property
-    def has_shared_support(self) -> bool:
-        """Whether all ranks send the groups that the shard's owner chose."""
-        return False
 
     @property
     def measured_words(self) -> int:
@@ -134,21 +118,10 @@ class CodecPlan:
         """The plan for the longest messages that can occur."""
         return self
 
-    @property
-    def reuses_forward_message(self) -> bool:
-        """Whether the backward reuses the messages of the forward's all-gather."""
-        return False
-
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]] | None:
         """The plan of one of ``owners`` equal slices of the segment, and the cuts of its columns;
         None if the codec needs the segment whole."""
         return None
-
-    def of_sums(self) -> Self:
-        """The plan of the sums that the owner of a slice sends: without warm-up, and with error
-        feedback if this plan has any feedback."""
-        owed = None if self.feedback is None else FeedbackRule(dtype=self.feedback.dtype)
-        return replace(self, feedback=owed, warmup_steps=0)
 
     def resized(self, columns: int) -> Self:
         """The plan of a segment of about as many columns, to be timed."""

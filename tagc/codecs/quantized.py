@@ -85,26 +85,18 @@ class QuantizedPlan(CodecPlan):
     """How one segment is quantized.
 
     Attributes:
-        keep_for_backward: whether a backward reuses its forward's messages.
-        dithered: whether codes are rounded stochastically.
-        by_content: whether the dither's seeds come from the elements instead of a count of steps;
-            for changes of parameters, which only their owner encodes.
+        dithered: whether codes are rounded stochastically. Of changes, which only their owner
+            encodes, the seeds come from the elements instead of a count of steps.
     """
 
     layout: BlockLayout
-    keep_for_backward: bool = False
     dithered: bool = False
-    by_content: bool = False
 
     @property
     def name(self) -> str:
         changes = "delta " if self.of_changes else ""
-        how = " kept" if self.keep_for_backward else " dithered" if self.dithered else ""
+        how = " kept" if self.reuses_forward_message else " dithered" if self.dithered else ""
         return f"{changes}quantized int{self.layout.bits}{how}"
-
-    @property
-    def reuses_forward_message(self) -> bool:
-        return self.keep_for_backward
 
     @property
     def overshoot(self) -> float:
@@ -120,7 +112,6 @@ class QuantizedPlan(CodecPlan):
 
     @property
     def words(self) -> int:
-        """Words of scales and codes."""
         return self.layout.words
 
     def resized(self, columns: int) -> Self:
@@ -129,7 +120,7 @@ class QuantizedPlan(CodecPlan):
     def encoding(
         self, x: Place, message: Place, residual: Place | None = None, seeds: Place | None = None
     ) -> Iterator[Launch]:
-        if self.by_content:
+        if self.dithered and self.of_changes:
             seeds = Place("seeds_of_content", x.shape[:1], torch.int32)
             yield Launch(SeedsOf(), (x, seeds), self.name)
         average = 0.0 if self.feedback is None or residual is None else self.feedback.old_share
@@ -162,7 +153,7 @@ def plan_quantized(
     return QuantizedPlan(
         layout=BlockLayout(numel=request.columns, bits=config.bits, block=config.block),
         feedback=request.feedback,
-        keep_for_backward=keep,
+        reuses_forward_message=keep,
         dithered=dithered,
     )
 

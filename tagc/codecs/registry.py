@@ -5,7 +5,7 @@ from __future__ import annotations
 from tagc.codecs.config import CodecConfig
 from tagc.codecs.delta import DeltaConfig, plan_delta
 from tagc.codecs.dense import DenseConfig, DensePlan, plan_dense
-from tagc.codecs.exact import ExactConfig, ExactPlan, plan_exact
+from tagc.codecs.exact import ExactChanges, ExactConfig, PackedExponents, plan_exact
 from tagc.codecs.matrix import MatrixConfig, MatrixPlan, plan_matrix
 from tagc.codecs.plan import CodecKind, CodecPlan, PlanRequest
 from tagc.codecs.quantized import (
@@ -23,7 +23,7 @@ CODECS: tuple[CodecKind, ...] = (
     ),
     CodecKind("matrix", MatrixPlan, plan_matrix, MatrixConfig),
     CodecKind("delta", QuantizedPlan | MatrixPlan, plan_delta, None, DeltaConfig),
-    CodecKind("exact", ExactPlan, plan_exact, None, ExactConfig),
+    CodecKind("exact", ExactChanges | PackedExponents, plan_exact, None, ExactConfig),
     CodecKind("dense", DensePlan, plan_dense, DenseConfig, DenseConfig),
 )
 """All codecs, in the order of their words in a unit's message."""

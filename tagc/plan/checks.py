@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tagc.codecs import CodecConfig
-from tagc.codecs.sketch.plan import MIN_SHARED
+from tagc.codecs.sketch.plan import MIN_SHARED, SketchPlan
 from tagc.ops.matrix import shard_shape
 from tagc.plan.plan import Plan
 from tagc.plan.programs import bytes_in_step, bytes_inside
@@ -79,8 +79,8 @@ def _unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iter
     names = [
         param.name
         for _, segment, param in _params(units)
-        if segment.rule is not None and segment.columns
-        if rules[segment.rule].codec.shares_support and not segment.codec.has_shared_support
+        if segment.rule is not None and rules[segment.rule].codec.shares_support
+        if isinstance(segment.codec, SketchPlan) and not segment.codec.shared
     ]
     if names:
         replicated = units[0].info.replicated

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from tagc.codecs.sketch import COUNTING
+from tagc.ops import COUNTS
 from tagc.ops.program import Program, Send
 from tagc.plan.gathers import Gathers
 from tagc.plan.reductions import Reductions, Variant
@@ -102,7 +103,8 @@ def _elements(unit: UnitPlan, send: Send, i: int) -> float:
         return send.inp.view_shape[0] * unit.dense_columns(unit.segments[i].params)
     messages = unit.flights.get(send.flight, unit.messages)
     segment = messages.segments[i]
-    beside = {"cells": segment.codec.cells, COUNTING: segment.codec.counts}
+    cells = segment.codec.cells
+    beside = {"cells": cells, COUNTING: COUNTS if cells else 0}
     return messages.made * beside.get(send.flight, messages.words_of(segment))
 
 

@@ -21,7 +21,8 @@ from dataclasses import replace
 
 import torch
 
-from tagc.codecs import Cut
+from tagc.codecs import CodecPlan, Cut
+from tagc.codecs.feedback import FeedbackRule
 from tagc.ops.launches import Pieces
 from tagc.plan.param_slices import ParamSlice
 from tagc.plan.unit_plan import MessagePlan, Segment, TwoShots, UnitPlan
@@ -50,13 +51,19 @@ def in_two_shots(unit: UnitPlan) -> UnitPlan:
         slices.append(replace(segment, start=start, stop=stop, params=(), codec=codec))
         start = stop
     owners = unit.peers
-    sums = [replace(segment, codec=segment.codec.of_sums()) for segment in slices]
+    sums = [replace(segment, codec=_of_sums(segment.codec)) for segment in slices]
     shots = TwoShots(
         reduce=MessagePlan(segments=tuple(slices), made=owners, read=owners),
         gather=MessagePlan(segments=tuple(sums), made=1, read=owners, rows=owners, for_all=True),
         cuts=tuple(cuts),
     )
     return replace(unit, shots=shots)
+
+
+def _of_sums(codec: CodecPlan) -> CodecPlan:
+    """Sums have no warm-up, and error feedback if slices have any feedback."""
+    owed = None if codec.feedback is None else FeedbackRule(dtype=codec.feedback.dtype)
+    return replace(codec, feedback=owed, warmup_steps=0)
 
 
 def why_one_shot(unit: UnitPlan) -> str | None:

@@ -281,7 +281,7 @@ class Sketches:
             lanes = plan.symbol.lanes
             counts.append(
                 SelectionCount(
-                    target=plan.target,
+                    target=plan.density,
                     elements=plan.layout.groups * lanes,
                     selected=selected * lanes,
                     union=union * lanes,
@@ -333,4 +333,4 @@ class Sketches:
 def _scale_density(plan: SketchPlan) -> float:
     """The density that the first threshold is sampled for, and that thresholds then keep."""
     everything = plan.capacity >= plan.layout.groups
-    return min(plan.target, _SCALE_DENSITY) if everything else plan.target
+    return min(plan.density, _SCALE_DENSITY) if everything else plan.density

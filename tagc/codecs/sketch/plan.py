@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, Self
 
 from tagc.codecs.config import CodecConfig, Density, Steps
 from tagc.codecs.plan import CodecPlan, PlanRequest, aligned
-from tagc.ops import COUNTS
 from tagc.ops.sketch import SketchLayout, plan_layout
 from tagc.ops.symbols import Symbol, resolve_symbol
 
@@ -64,27 +63,19 @@ class SketchPlan(CodecPlan):
     """How one segment is sketched.
 
     Attributes:
-        target: the density that the policy asks for.
         layout: the layout of the sketch.
         capacity: the most groups that a rank keeps, per destination.
         levels: largest quantized magnitude that a rank sends.
         shared: whether all ranks keep what the shard's owner chose.
     """
 
-    target: float
     layout: SketchLayout
     capacity: int
     levels: int
     shared: bool = False
 
     @property
-    def density(self) -> float:
-        """The target."""
-        return self.target
-
-    @property
     def name(self) -> str:
-        """'sketch' with the symbol, and 'shared' for a shared support."""
         return f"sketch {self.symbol.name}{' shared' if self.shared else ''}"
 
     @property
@@ -104,7 +95,7 @@ class SketchPlan(CodecPlan):
 
     def resized(self, columns: int) -> Self:
         """See :meth:`CodecPlan.resized`: for 4 ranks."""
-        capacity = capacity_for(self.target, -(-columns // self.symbol.lanes))
+        capacity = capacity_for(self.density, -(-columns // self.symbol.lanes))
         layout = plan_layout(columns, self.symbol, columns if self.shared else 4 * capacity)
         return replace(self, layout=layout, capacity=capacity)
 
@@ -112,10 +103,6 @@ class SketchPlan(CodecPlan):
     def words(self) -> int:
         """Words of the index, or of the sender's next choice in its place."""
         return self.layout.index_words
-
-    @property
-    def has_shared_support(self) -> bool:
-        return self.shared
 
     def used_words(self, columns: int) -> int:
         """All words if the support is shared, because a rank sends its choice for its own shard to
@@ -131,14 +118,6 @@ class SketchPlan(CodecPlan):
     def cells(self) -> int:
         """See :attr:`CodecPlan.cells`, with up to 3 cells of padding."""
         return aligned(self.sent_cells)
-
-    @property
-    def table_cells(self) -> int:
-        return self.layout.cells if self.shared else 0
-
-    @property
-    def counts(self) -> int:
-        return COUNTS
 
     @property
     def symbol(self) -> Symbol:
@@ -160,7 +139,7 @@ def plan_sketch(config: SketchConfig, request: PlanRequest) -> SketchPlan:
     return SketchPlan(
         # A support that all ranks know needs no hashes: every group has its cell in the table.
         layout=plan_layout(columns, symbol, columns if shared else W * capacity),
-        target=config.density,
+        density=config.density,
         capacity=capacity,
         levels=symbol.levels(W),
         shared=shared,

@@ -120,12 +120,12 @@ class Support:
         self._explore = Explore(max(1, plan.capacity // 256), layout.groups)
         rest = plan.capacity - 32 * self._explore.window
         self._select = Select(layout, rest)
-        self.wanted = plan.target * layout.groups * rest / plan.capacity
+        self.wanted = plan.density * layout.groups * rest / plan.capacity
         name = f"sketch.support.{number}"
         self.current = Place(f"{name}.current", (rows, words), torch.int32, "state")
         self._at = Place(f"{name}.at", (), torch.int64, "state")
         self._next = Place("support_next", (1, words), torch.int32)
-        self.table = Place("cells_of_groups", (rows, plan.table_cells), torch.int32)
+        self.table = Place("cells_of_groups", (rows, layout.cells), torch.int32)
         groups = (1, layout.groups)
         self._places = Place(f"places.{number}", groups, torch.int64)
         self.spread = Place("cells_spread", groups, torch.int32)

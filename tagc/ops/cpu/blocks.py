@@ -88,22 +88,16 @@ def _scale_of(largest, unit, salt):
     return scale if scale >= _MIN_SCALE else U(0)
 
 
+@register_jitable
 def _salt_of(seed):
     """Hash of the seed of a row's dither, uint32; None if the seed is None."""
-    raise NotImplementedError
+    return None if seed is None else fmix32(U(seed))
 
 
 def _dither_at(salt, place):
     """The float32 to add to the code at ``place`` of a row before it is rounded. Without a salt
     (None) it is minus zero, which changes nothing."""
     raise NotImplementedError
-
-
-@overload(_salt_of)
-def _(seed):
-    if isinstance(seed, types.NoneType):
-        return lambda seed: None
-    return lambda seed: fmix32(U(seed))
 
 
 @overload(_dither_at, inline="always")

@@ -12,6 +12,7 @@ from tagc.ops.cpu.arrays import (
     N,
     U,
     compiled,
+    fmix32,
     group_of,
     load,
     numpy_of,
@@ -20,7 +21,6 @@ from tagc.ops.cpu.arrays import (
     widened,
     words_of,
 )
-from tagc.ops.cpu.peeling import cell_of, recover, salts_of
 from tagc.ops.cpu.selecting import choose, keys_of, measure, quantize_groups
 from tagc.ops.sketch import SketchLayout
 
@@ -129,10 +129,77 @@ def peel(
     if layout.direct:
         symbols.numpy()[keys] = cells.numpy()[keys]
     else:
-        salts = salts_of(seed.numpy()[0], layout.hashes)
-        values, done, _ = recover(keys, salts, layout.partition, cells.numpy().copy())
+        salts = _salts_of(seed.numpy()[0], layout.hashes)
+        values, done, _ = _recover(keys, salts, layout.partition, cells.numpy().copy())
         symbols.numpy()[keys], stuck.numpy()[keys] = values, done == 0
     return symbols, stuck
+
+
+@register_jitable(inline="always")
+def _cell_of(key, salt, i, partition):
+    """The cell of a key in partition ``i``, whose salt this is."""
+    return N(i) * N(partition) + ((N(fmix32(U(key ^ salt))) * N(partition)) >> N(32))
+
+
+@compiled
+def _salts_of(seed, hashes):
+    """One salt for each hash of a key: ``[hashes]`` uint32 from an int32 seed."""
+    salts = np.empty(hashes, np.uint32)
+    for i in range(hashes):
+        salts[i] = fmix32(U(U(seed) * U(0x9E3779B9) + U(U(i + 1) * U(0x7F4A7C15))))
+    return salts
+
+
+@compiled
+def _recover(keys, salts, partition, cells):
+    """Peel the cells of the present groups, with a queue of the cells that have one key left.
+
+    Example: keys A in cells 0 and 3, B in 0 and 4. Cell 3 has A alone, so its sum is the symbol of
+    A; without A, cell 0 has B alone.
+
+    ``slots[c]`` is the sum of the places in ``keys`` of the keys that are left in cell ``c``: if
+    one is left, it is that one.
+
+    Args:
+        keys: ``[count]`` uint32: the present groups.
+        salts: ``[hashes]`` uint32.
+        partition: cells of a partition.
+        cells: ``[cells]`` int32, the sums, which become the remaining sums.
+
+    Returns:
+        ``[count]`` int32, the symbols by key, 0 where not recovered; ``[count]`` uint8, 1 where
+        recovered; ``[cells]`` int32, the number of keys left in each cell.
+    """
+    values, done = np.zeros(keys.size, np.int32), np.zeros(keys.size, np.uint8)
+    degree, slots = np.zeros(cells.size, np.int32), np.zeros(cells.size, np.uint32)
+    for i in range(salts.size):
+        for t in range(N(keys.size)):
+            c = _cell_of(keys[t], salts[i], i, partition)
+            degree[c] += np.int32(1)
+            slots[c] = U(slots[c] + U(t))
+    # A cell enters the queue once, when its degree falls to one.
+    queue = np.empty(cells.size, np.uint32)
+    head, tail = N(0), N(0)
+    for c in range(N(cells.size)):
+        if degree[c] == 1:
+            queue[tail] = c
+            tail += N(1)
+    while head < tail:
+        found = queue[head]
+        head += N(1)
+        if degree[found] != 1:  # its key was found in another cell
+            continue
+        slot, value = N(slots[found]), cells[found]
+        values[slot], done[slot] = value, 1
+        for i in range(salts.size):
+            c = _cell_of(keys[slot], salts[i], i, partition)
+            cells[c] = np.int32(cells[c] - value)
+            slots[c] = U(slots[c] - U(slot))
+            degree[c] -= np.int32(1)
+            if degree[c] == 1:
+                queue[tail] = c
+                tail += N(1)
+    return values, done, degree
 
 
 @compiled
@@ -147,13 +214,13 @@ def _insert(keys, symbols, seed, hashes, partition, cells):
         cells: ``[cells]`` int32, written.
     """
     cells[:] = 0
-    salts = salts_of(seed, hashes)
+    salts = _salts_of(seed, hashes)
     if hashes == 0:
         for t in range(N(keys.size)):
             cells[keys[t]] = symbols[t]
     for i in range(hashes):
         for t in range(N(keys.size)):
-            c = cell_of(keys[t], salts[i], i, partition)
+            c = _cell_of(keys[t], salts[i], i, partition)
             cells[c] = np.int32(cells[c] + symbols[t])
 
 
@@ -179,8 +246,8 @@ def _decode(words, cells, seed, hashes, partition, n, group, step, divisor, out,
     if hashes == 0:
         values = cells[keys]
     else:
-        salts = salts_of(seed, hashes)
-        values, done, degree = recover(keys, salts, partition, cells)
+        salts = _salts_of(seed, hashes)
+        values, done, degree = _recover(keys, salts, partition, cells)
         stuck = keys.size - np.count_nonzero(done)
         if stuck and residual is not None:
             _estimate(keys, done, degree, salts, partition, cells, n, group, step, residual)
@@ -223,7 +290,7 @@ def _estimate(keys, done, degree, salts, partition, cells, n, group, step, resid
             if first + lane < N(n):
                 share = F(0.0)
                 for i in range(salts.size):
-                    c = cell_of(keys[t], salts[i], i, partition)
+                    c = _cell_of(keys[t], salts[i], i, partition)
                     share += _lane(cells[c], lane, lanes, step) / F(degree[c])
                 share /= F(salts.size)
                 at = first + lane
