@@ -14,16 +14,14 @@ from support import oracle
 from support.launching import launch
 from tagc.codecs.sketch.plan import SLACK, step_scale
 from tagc.codecs.sketch.threshold import (
-    Goals,
-    mean_threshold,
-    neutral,
-    sampled_threshold,
+    SampleThreshold,
+    Thresholds,
+    ThresholdStart,
 )
 from tagc.ops import ABOVE, KEPT, get_ops
-from tagc.ops.program import Place
 from tagc.ops.sketch import plan_layout
 from tagc.ops.symbols import SYMBOLS
-from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, STATES, THRESHOLD, step_of
+from tagc.ops.thresholds import MAX_THRESHOLD, MIN_THRESHOLD, THRESHOLD, step_of
 
 OPS = get_ops("cpu", "cpu")
 SYMBOL = SYMBOLS["int8x4"]
@@ -52,19 +50,21 @@ class Steering:
     """The state of thresholds ``[segments, D]``, and its operators."""
 
     def __init__(self, target, rows, **options):
-        self.state = torch.ones(STATES, len(target), rows)
-        for step in neutral(Place("state", tuple(self.state.shape), torch.float32)):
-            (place,) = step.places
-            assert place is not None
-            launch(step.operator, self.state[place.index(0)])
+        self._steps = Thresholds("state", "counts", rows, target, **options)
+        self._tensors = {}
+        for step in self._steps.start():
+            self._run(step)
+        self.state = self._tensors[self._steps.state.name]
         self.threshold = self.state[THRESHOLD]
-        self._goals, self._place = Goals(tuple(target), **options), Place("", (), torch.float32)
-        self._aims = torch.empty(4, len(target))
-        launch(self._goals.setting(self._place).operator, self._aims)
 
     def update(self, counts):
-        steering = self._goals.steering(self._place, self._place, self._place)
-        launch(steering.operator, counts, self._aims, self.state, ops="cpu")
+        self._tensors[self._steps.counts.name] = counts
+        self._run(self._steps.steer())
+
+    def _run(self, step):
+        for place in step.places:
+            self._tensors.setdefault(place.name, torch.full(place.shape, torch.nan))
+        launch(step.operator, *(self._tensors[p.name][p.index(0)] for p in step.places), ops="cpu")
 
 
 class Run:
@@ -91,8 +91,10 @@ class Run:
         if self.steps:
             self.steering.update(self.counts.sum(0, dtype=torch.int32))
         else:
-            samples = [sampled_threshold(g, SYMBOL.lanes, self.density)[None] for g in grads]
-            self.threshold.copy_(mean_threshold(torch.stack(samples)))
+            samples = torch.empty(W, W)
+            for g, sample in zip(grads, samples, strict=True):
+                launch(SampleThreshold(SYMBOL.lanes, self.density), g, sample[None])
+            launch(ThresholdStart((0.0,)), samples, self.steering.state)
         quantum = step_of(self.threshold[0], step_scale(SYMBOL, self.levels))
         seed = torch.tensor([self.steps], dtype=torch.int32)
         for rank, grad in enumerate(grads):
@@ -183,9 +185,8 @@ def test_kept_groups_that_do_not_follow_the_threshold_do_not_move_it():
 )
 def test_sampled_threshold_is_about_the_quantile(density, lanes, dtype):
     grad = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0)).to(dtype)
-    got = sampled_threshold(grad, lanes, density)
-    assert got.dtype == torch.float32
-    assert got.shape == (3,)
+    got = torch.full((3,), torch.nan)
+    launch(SampleThreshold(lanes, density), grad, got[None])
     n = 100_003 // lanes * lanes
     size = grad[:, :n].float().view(3, -1, lanes).abs().amax(-1)
     share = (size >= got[:, None]).float().mean(1)

@@ -21,12 +21,11 @@ from tagc.codecs.sketch.plan import SketchPlan, step_scale
 from tagc.codecs.sketch.support import Support
 from tagc.codecs.sketch.threshold import (
     ChoiceStart,
-    Goals,
     SampleThreshold,
+    Thresholds,
     ThresholdStart,
     check_controller,
     check_counts,
-    neutral,
 )
 from tagc.codecs.state import part_of
 from tagc.ops import COUNTS, KEPT, Ops
@@ -44,7 +43,7 @@ from tagc.ops.program import (
     Wait,
 )
 from tagc.ops.sketch import SketchLayout
-from tagc.ops.thresholds import STATES, STEP, THRESHOLD
+from tagc.ops.thresholds import STEP, THRESHOLD
 
 # If there is room for every group, all are kept, and the threshold only sets the step. The median
 # is a scale that neither outliers nor zeros move.
@@ -159,39 +158,32 @@ class Sketches:
             if plan.shared:
                 self.supports[i] = Support(plan, len(self.supports), rows)
         self.seed = Place("sketch.seed", (1,), torch.int32, "state")
-        self.controller = Place("sketch.controller", (STATES, n, rows), torch.float32, "state")
-        self._summed = Place("sketch.summed", (n, rows, COUNTS), torch.int32, "state")
         self.totals = Place("sketch.totals", (n, 3), torch.int64, "state")
         self._counts = Place("sketch.counts", (n, rows, COUNTS), torch.int32)
         self._stats = Place("sketch.stats", (n, 2), torch.int32)
         self._cells = Place("cells_send", (rows, cells), torch.int32)
         self._sum = self._cells if for_all else Place("cells_sum", (1, cells), torch.int32)
-        # A choice needs its own threshold: the agreed one controls what all ranks send together.
-        shared = len(self.supports)
-        self._chosen = Place("sketch.chosen", (shared, rows, COUNTS), torch.int32, "state")
         plans = self._plans
-        self._goals = Goals(
-            tuple(ranks * _scale_density(plan) * plan.layout.groups for plan in plans),
-            max_boost=tuple(plan.max_boost for plan in plans),
+        self._thresholds = Thresholds(
+            "controller",
+            "summed",
+            rows,
+            [ranks * _scale_density(plan) * plan.layout.groups for plan in plans],
+            max_boost=[plan.max_boost for plan in plans],
             scale=self._scales,
-            learns=tuple(not plan.shared for plan in plans),
+            learns=[not plan.shared for plan in plans],
         )
-        self._aims = Place("sketch.goals", (4, n), torch.float32, "kept")
-        self._choice_goals = Goals(tuple(support.wanted for support in self.supports.values()))
-        self._choice_aims = Place("sketch.choice_goals", (4, shared), torch.float32, "kept")
-        self.choice = Place(
-            "sketch.choice_controller", (STATES, shared, rows), torch.float32, "state"
-        )
+        # A choice needs its own threshold: the agreed one controls what all ranks send together.
+        wanted = [support.wanted for support in self.supports.values()]
+        self._choices = Thresholds("choice_controller", "chosen", rows, wanted)
+        self.controller, self.choice = self._thresholds.state, self._choices.state
 
     def start(self, seed: int) -> Iterator[Launch]:
         """The first values of the state."""
         yield Launch(Set((seed,)), (self.seed,))
-        yield self._goals.setting(self._aims)
+        yield from self._thresholds.start()
         if self.supports:
-            yield self._choice_goals.setting(self._choice_aims)
-        yield from neutral(self.controller)
-        if self.supports:
-            yield from neutral(self.choice)
+            yield from self._choices.start()
         for support in self.supports.values():
             yield from support.start()
 
@@ -228,7 +220,7 @@ class Sketches:
             if support is not None:
                 assert residual is not None
                 threshold = self.choice.row(THRESHOLD, support.number, OWN)
-                chosen = self._chosen.row(support.number)
+                chosen = self._choices.counts.row(support.number)
                 yield from support.collect(cells)
                 # The owner already knows the index.
                 yield from support.choose(
@@ -241,10 +233,11 @@ class Sketches:
             yield self._send("all-reduce", self._cells, self._cells, "cells")
         else:
             yield self._send("reduce-scatter", self._sum, self._cells, "cells")
-        yield Launch(Copy(), (self._counts, self._summed))
+        summed = self._thresholds.counts
+        yield Launch(Copy(), (self._counts, summed))
         # They are not needed before the next step.
         yield Send(
-            "all-reduce", self._level, self._ranks, self._summed, self._summed, COUNTING,
+            "all-reduce", self._level, self._ranks, summed, summed, COUNTING,
             in_flight=True,
         )  # fmt: skip
 
@@ -303,9 +296,9 @@ class Sketches:
 
     def _steer(self) -> Iterator[Step]:
         yield Wait(COUNTING)
-        yield self._goals.steering(self._summed, self._aims, self.controller)
+        yield self._thresholds.steer()
         if self.supports:
-            yield self._choice_goals.steering(self._chosen, self._choice_aims, self.choice)
+            yield self._choices.steer()
 
     def _begin(self, x: Place) -> Iterator[Step]:
         """This is the only exchange that a unit waits for before it sends."""

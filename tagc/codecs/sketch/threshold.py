@@ -20,13 +20,13 @@ than one in 1024 does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tagc.ops import Ops
+from tagc.ops import COUNTS, Ops
 from tagc.ops.launches import Fill, Set
 from tagc.ops.program import Launch, Operator, Place
 from tagc.ops.thresholds import (
@@ -44,47 +44,11 @@ from tagc.ops.thresholds import (
     THRESHOLD,
     step_of,
 )
+from tagc.ops.thresholds import (
+    STATES as ROWS,
+)
 
 _SAMPLE = 8192
-
-
-def sampled_threshold(grad: Tensor, lanes: int, density: float) -> Tensor:
-    """Quantile of the group maxima in a strided sample, one per destination.
-
-    Args:
-        grad: ``[W, n]``.
-        lanes: elements per group.
-        density: the fraction of groups that should be above the threshold.
-
-    Returns:
-        ``[W]`` float32; the sample's maximum if the quantile is zero, 0 if everything is zero.
-    """
-    groups = grad.shape[1] // lanes
-    if groups == 0:
-        return grad.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(1)
-    stride = max(1, groups // _SAMPLE)
-    whole = grad[:, : groups * lanes].unflatten(1, (groups, lanes))
-    size = whole[:, ::stride].float().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)
-    size = size.sort(dim=1, descending=True).values
-    wanted = min(size.shape[1] - 1, round(density * size.shape[1]))
-    return torch.where(size[:, wanted] > 0, size[:, wanted], size[:, 0])
-
-
-def mean_threshold(sampled: Tensor) -> Tensor:
-    """First thresholds from every rank's sample, the same on every rank.
-
-    Args:
-        sampled: ``[R, ...]`` float32, gathered from the ranks in rank order.
-
-    Returns:
-        ``[...]`` float32: the mean over ranks whose sample is not zero; 1 if all are.
-    """
-    total, seen = torch.zeros_like(sampled[0]), torch.zeros_like(sampled[0])
-    for row in sampled:
-        total = total + row
-        seen = seen + (row > 0)
-    mean = total / seen.clamp(min=1)
-    return torch.where(seen > 0, mean, 1.0).clamp(MIN_THRESHOLD, MAX_THRESHOLD)
 
 
 def check_counts(counts: Tensor) -> None:
@@ -117,54 +81,94 @@ class Steer(Operator):
         return steer
 
 
-@dataclass(frozen=True)
-class Goals:
-    """What thresholds are steered to.
+class Thresholds:
+    """A threshold for each segment and destination, with all that steers it.
 
     Attributes:
-        target: by segment, how many groups to keep per destination; for a sketch, of all ranks
-            together.
-        max_boost: by segment, the largest boosts, powers of two; None for 1.
-        scale: by segment, see :func:`tagc.codecs.sketch.plan.step_scale`; None if
-            nothing is quantized.
-        learns: by segment, whether the threshold decides which groups are kept, so that a bias is
-            learnt from their number; None if it does everywhere.
+        state: see :func:`tagc.ops.reference.steer`.
+        counts: those of the last step, by segment and destination.
     """
 
-    target: tuple[float, ...]
-    max_boost: tuple[float, ...] | None = None
-    scale: tuple[float, ...] | None = None
-    learns: tuple[bool, ...] | None = None
+    def __init__(
+        self,
+        name: str,
+        counts: str,
+        rows: int,
+        target: Sequence[float],
+        *,
+        max_boost: Sequence[float] = (),
+        scale: Sequence[float] = (),
+        learns: Sequence[bool] = (),
+    ) -> None:
+        """Name the tensors.
 
-    def setting(self, goals: Place) -> Launch:
-        """Write them to ``[4, segments]`` float32."""
-        n = len(self.target)
-        rows = (self.max_boost or (1.0,) * n, self.scale or (0.0,) * n, self.learns or (True,) * n)
-        return Launch(Set((*self.target, *(float(x) for row in rows for x in row))), (goals,))
+        Args:
+            name, counts: names of the state and of the counts in checkpoints.
+            rows: destinations ``D``.
+            target: by segment, how many groups to keep per destination; for a sketch, of all ranks
+                together.
+            max_boost: by segment, the largest boosts, powers of two; none for 1.
+            scale: by segment, see :func:`tagc.codecs.sketch.plan.step_scale`; none if nothing is
+                quantized.
+            learns: by segment, whether the threshold decides which groups are kept, so that a bias
+                is learnt from their number; none if it does everywhere.
+        """
+        n = len(target)
+        self.state = Place(f"sketch.{name}", (ROWS, n, rows), torch.float32, "state")
+        self.counts = Place(f"sketch.{counts}", (n, rows, COUNTS), torch.int32, "state")
+        self._goals = Place(f"sketch.{name}.goals", (4, n), torch.float32, "kept")
+        each = (target, max_boost or [1.0] * n, scale or [0.0] * n, learns or [True] * n)
+        self._values = tuple(float(x) for row in each for x in row)
+        self._steer = Steer(not all(learns))
 
-    def steering(self, counts: Place, goals: Place, state: Place) -> Launch:
-        return Launch(Steer(not all(self.learns or ())), (counts, goals, state))
+    def start(self) -> Iterator[Launch]:
+        """The first values, and the goals."""
+        yield Launch(Set(self._values), (self._goals,))
+        yield Launch(Fill(1.0), (self.state,))
+        yield Launch(Fill(FIRST_EXPONENT), (self.state.row(EXPONENT),))
+        yield Launch(Fill(0.0), (self.state.row(SIDE),))
+
+    def steer(self) -> Launch:
+        return Launch(self._steer, (self.counts, self._goals, self.state))
 
 
 @dataclass(frozen=True)
 class SampleThreshold(Operator):
-    """``(x [D, n], threshold [1, D])``. See :func:`sampled_threshold`."""
+    """``(x [D, n], threshold [1, D] float32)``: the quantile of the group maxima in a strided
+    sample; the sample's maximum if the quantile is zero, 0 if everything is zero.
+
+    Attributes:
+        lanes: elements per group.
+        density: the fraction of groups that should be above the threshold.
+    """
 
     lanes: int
     density: float
 
     def run(self, x: Tensor, threshold: Tensor) -> None:
-        threshold.copy_(sampled_threshold(x, self.lanes, self.density))
+        groups = max(1, x.shape[1] // self.lanes)
+        whole = x[:, : groups * self.lanes].unflatten(1, (groups, -1))
+        some = whole[:, :: max(1, groups // _SAMPLE)].float().nan_to_num(0.0, 0.0, 0.0)
+        size = some.abs().amax(-1).sort(dim=1, descending=True).values
+        wanted = min(size.shape[1] - 1, round(self.density * size.shape[1]))
+        threshold.copy_(torch.where(size[:, wanted] > 0, size[:, wanted], size[:, 0]))
 
 
 @dataclass(frozen=True)
 class ThresholdStart(Operator):
-    """``(sampled [W, segments * D], state)``: starts from the mean of all ranks' samples."""
+    """``(sampled [W, segments * D] float32, state)``: starts from the mean over all ranks whose
+    sample is not zero, and from 1 if all are."""
 
     scale: tuple[float, ...]
 
     def run(self, sampled: Tensor, state: Tensor) -> None:
-        _start(state, mean_threshold(sampled.view(-1, *state.shape[1:])), self.scale)
+        sampled = sampled.view(-1, *state.shape[1:])
+        total, seen = torch.zeros_like(sampled[0]), torch.zeros_like(sampled[0])
+        for row in sampled:  # in rank order, so that all ranks get the same
+            total = total + row
+            seen = seen + (row > 0)
+        mean = torch.where(seen > 0, total / seen.clamp(min=1), 1.0)
+        _start(state, mean, self.scale)
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,6 @@ def _start(state: Tensor, threshold: Tensor, scale: tuple[float, ...]) -> None:
     for i, factor in enumerate(scale):
         step = step_of(state[THRESHOLD, i], torch.full_like(state[THRESHOLD, i], factor))
         torch.mul(step, state[BOOST, i], out=state[STEP, i])
-
-
-def neutral(state: Place) -> Iterator[Launch]:
-    """The first values of a state."""
-    yield Launch(Fill(1.0), (state,))
-    yield Launch(Fill(FIRST_EXPONENT), (state.row(EXPONENT),))
-    yield Launch(Fill(0.0), (state.row(SIDE),))
 
 
 def rescale(state: Tensor, factor: float | Tensor) -> None:
