@@ -59,11 +59,6 @@ class FeedbackConfig(Strict):
     """Share of gradient plus residual that the codec sends in a step; below 1 the owner undoes the
     lag; kind residual only."""
 
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """`dtype` as a torch dtype."""
-        return getattr(torch, self.dtype)
-
     @model_validator(mode="after")
     def _check_unused(self) -> Self:
         if self.kind == "none" and self.dtype != "float32":
@@ -141,7 +136,7 @@ class FeedbackRule:
 
 def plan_feedback(config: FeedbackConfig) -> FeedbackRule | None:
     """The rule for a policy's settings; None for the kind ``none``, which stores nothing."""
-    dtype = config.stored_dtype
+    dtype = getattr(torch, config.dtype)
     if config.kind == "none":
         return None
     if config.kind == "average":

@@ -60,23 +60,17 @@ def fingerprint(values: Tensor) -> Tensor:
     # Past the second width's columns the weights are zero, whatever the memory holds.
     columns = torch.empty(2, WIDTHS[0], dtype=torch.int64, device=values.device)
     for i, width in enumerate(WIDTHS):
-        _add_columns(words, columns[i, :width])
+        rows = words.numel() // width
+        sums_of, last = columns[i, :width], words[rows * width :]
+        torch.sum(words[: rows * width].view(rows, width), 0, out=sums_of)
+        if last.numel():
+            sums_of[: last.numel()].add_(last)  # `+=` would also copy the sum to itself
     sums = (columns * _weights(values.device)).sum(1)
     if rest.numel():
         # Each of the last few elements gets its own word.
         places = torch.arange(1, 2 * rest.numel() + 1, 2, device=values.device)
         sums += ((rest.to(torch.int64) << REST_SHIFT) * places).sum()
     return sums
-
-
-def _add_columns(words: Tensor, columns: Tensor) -> None:
-    """Write the sums of every column of ``words``, in rows as long as ``columns``."""
-    width = len(columns)
-    rows = words.numel() // width
-    torch.sum(words[: rows * width].view(rows, width), 0, out=columns)
-    last = words[rows * width :]
-    if last.numel():
-        columns[: last.numel()].add_(last)  # `+=` would also copy the sum to itself
 
 
 @cache

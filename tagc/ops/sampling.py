@@ -8,6 +8,7 @@ in all of its replays, of which only some count.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class SampleGradient(Operator):
     spans: Spans
 
     def run(self, row: Tensor, step: Tensor, own: Tensor) -> None:
-        torch.cat([part.double() for part in _samples(row, step, self.spans)], out=own)
+        torch.cat([*_samples(row, step, self.spans)], out=own)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class CompareNoise(Operator):
     scale: float
 
     def run(self, out: Tensor, step: Tensor, own: Tensor, sums: Tensor) -> None:
-        handed = [part.double() for part in _samples(out, step, self.spans)]
+        handed = [*_samples(out, step, self.spans)]
         shares = [
             (g * h).sum() * self.scale / (h * h).sum()
             for g, h in zip(own.split([len(h) for h in handed]), handed, strict=True)
@@ -66,18 +67,13 @@ def _noise_stride(start: int, stop: int) -> int:
     return -(-(stop - start) // SAMPLE)
 
 
-def _samples(row: Tensor, step: Tensor, spans: Spans) -> list[Tensor]:
-    return [
-        _sampled(row[:, start:stop], step, _noise_stride(start, stop))[0] for start, stop in spans
-    ]
-
-
-def _sampled(rows: Tensor, step: Tensor, stride: int) -> Tensor:
-    """``[n, columns // stride]``."""
-    if stride == 1:
-        return rows
-    # Without a product of large numbers, which int64 could not hold.
-    first = step % stride * (_MIX % stride) % stride
-    numel = rows.shape[1] // stride
-    places = torch.arange(numel, dtype=torch.int64, device=rows.device) * stride + first
-    return rows.index_select(1, places)
+def _samples(row: Tensor, step: Tensor, spans: Spans) -> Iterator[Tensor]:
+    """The sample of each span, float64."""
+    for start, stop in spans:
+        part, stride = row[0, start:stop], _noise_stride(start, stop)
+        if stride > 1:
+            # Without a product of large numbers, which int64 could not hold.
+            first = step % stride * (_MIX % stride) % stride
+            numbers = torch.arange(len(part) // stride, dtype=torch.int64, device=part.device)
+            part = part[numbers * stride + first]
+        yield part.double()

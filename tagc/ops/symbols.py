@@ -86,18 +86,14 @@ def resolve_symbol(name: str, world_size: int) -> Symbol:
     """The symbol called ``name``; ``auto`` is the narrowest one with 7 levels per rank or more.
 
     Raises:
-        ValueError: if the name is unknown or the symbol cannot hold a sum over ``world_size``.
+        ValueError: if none has so many.
     """
-    if name == "auto":
-        for symbol in SYMBOLS.values():
-            if symbol.qmax // world_size >= _MIN_LEVELS_AUTO:
-                return symbol
-        raise ValueError(f"no symbol can hold a sum over {world_size} ranks")
-    if name not in SYMBOLS:
-        raise ValueError(f"unknown symbol {name!r}; choose from {', '.join(SYMBOLS)} or auto")
-    symbol = SYMBOLS[name]
-    symbol.levels(world_size)
-    return symbol
+    if name != "auto":
+        return SYMBOLS[name]
+    for symbol in SYMBOLS.values():
+        if symbol.qmax // world_size >= _MIN_LEVELS_AUTO:
+            return symbol
+    raise ValueError(f"no symbol can hold a sum over {world_size} ranks")
 
 
 def wrap_int32(x: Tensor) -> Tensor:

@@ -173,14 +173,6 @@ def _plan_unit(
     return [*options.items()]
 
 
-def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int, *, keeps: bool) -> CodecConfig:
-    if not isinstance(rule.codec, AutoConfig):
-        return rule.codec
-    owes = isinstance(rule, Rule) and plan_feedback(rule.feedback) is not None
-    copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
-    return resolve_auto(rule.codec, bits, copy_bytes=copy_bytes, owes=owes, keeps=keeps)
-
-
 def _plan_segment(
     config: CodecConfig,
     feedback: FeedbackConfig | None,
@@ -259,25 +251,27 @@ class Choose(Protocol):
         ...
 
 
-def resolve_auto(
-    config: AutoConfig, bits: int, *, copy_bytes: float, owes: bool, keeps: bool = True
-) -> CodecConfig:
-    """The codec with ``bits`` bits, but at least the rule's ``min_bits``. A copy takes
-    ``copy_bytes`` per parameter of the model. Without a residual (``owes``), gradients are rounded
-    stochastically. ``keeps``: whether a backward may read its forward's messages."""
+def _resolved(rule: Rule | ParameterRule, unit: UnitInfo, bits: int, *, keeps: bool) -> CodecConfig:
+    """The rule's codec; of codec ``auto`` the one with ``bits`` bits, but at least ``min_bits``.
+    Without feedback, gradients are rounded stochastically. ``keeps``: whether a backward may read
+    its forward's messages."""
+    config = rule.codec
+    if not isinstance(config, AutoConfig):
+        return config
     bits = max(bits, config.min_bits)
     if bits == 32:
         return DenseConfig()
     if bits == 16:
         return DenseConfig(wire="bfloat16")
-    if not isinstance(config, AutoParametersConfig):
-        rounding = "nearest" if owes else "stochastic"
+    if isinstance(rule, Rule):
+        rounding = "stochastic" if rule.feedback.kind == "none" else "nearest"
         return QuantizedConfig(bits=8 if bits == 8 else 4, rounding=rounding)
+    assert isinstance(config, AutoParametersConfig)
+    copy_bytes = unit.dtype.itemsize / unit.ranks_per_host
     if bits == 4 and config.memory and config.memory >= copy_bytes:
         return DeltaConfig(bits=4)
-    return QuantizedParametersConfig(
-        bits=8, keep_for_backward=keeps and config.memory >= _KEPT_BYTES
-    )
+    keeps = keeps and config.memory >= _KEPT_BYTES
+    return QuantizedParametersConfig(bits=8, keep_for_backward=keeps)
 
 
 Settled = Mapping[tuple[str, int], Mapping[CodecConfig, Sequence[str]]]

@@ -10,7 +10,6 @@ the same arithmetic, so all have the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -196,8 +195,8 @@ class Gathers:
         if rooms not in self._fitted:
             if len(self._fitted) == _SIZES:
                 self._fitted.clear()
-            segments = [replace(s, codec=codecs.get(s.start, s.codec)) for s in self._unit.segments]
-            self._fitted[rooms] = Gathers(replace(self._unit, segments=tuple(segments)))
+            unit = self._unit.with_codecs(lambda s: codecs.get(s.start, s.codec))
+            self._fitted[rooms] = Gathers(unit)
         return self._fitted[rooms]
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,9 +68,12 @@ class Plan:
             )
         if not rate > 0:
             raise ValueError(f"a learning rate must be above zero, not {rate}")
-        parameters = _with_codecs(
-            self.parameters, lambda c: c.at_rate(rate) if isinstance(c, ExactChanges) else c
-        )
+
+        def at_rate(segment: Segment) -> CodecPlan:
+            codec = segment.codec
+            return codec.at_rate(rate) if isinstance(codec, ExactChanges) else codec
+
+        parameters = tuple(unit.with_codecs(at_rate) for unit in self.parameters)
         return replace(self, parameters=parameters, learning_rate=rate)
 
     def freeze(self, file: str | os.PathLike[str]) -> None:
@@ -127,7 +130,7 @@ class Plan:
     @property
     def about_exact(self) -> Iterator[str]:
         """A note on what codec ``exact`` is expected to send, and can send at most."""
-        most = _with_codecs(self.parameters, lambda codec: codec.largest)
+        most = tuple(unit.with_codecs(lambda s: s.codec.largest) for unit in self.parameters)
         if most == self.parameters:
             return
         expected, at_most = (
@@ -200,17 +203,6 @@ class Plan:
         per = "step" if self.policy.sites is None else "exchange"
         after = f", after {self.warmup_steps} uncompressed {per}s" if self.warmup_steps else ""
         return as_text(f"policy {self.policy.name}: {self.headline}{after}", rows, notes)
-
-
-def _with_codecs(
-    units: Sequence[UnitPlan], change: Callable[[CodecPlan], CodecPlan]
-) -> tuple[UnitPlan, ...]:
-    """Units with other plans of their segments."""
-
-    def changed(segment: Segment) -> Segment:
-        return replace(segment, codec=change(segment.codec))
-
-    return tuple(replace(unit, segments=tuple(map(changed, unit.segments))) for unit in units)
 
 
 def _rows(unit: UnitPlan, policy: Policy, micro_batches: int) -> Iterator[Row]:

@@ -21,7 +21,7 @@ no headers; see :mod:`tagc.collect.lockstep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -205,6 +205,10 @@ class UnitPlan:
     def buffer_columns(self) -> int:
         """Elements of one shard of FSDP's own buffer."""
         return self.columns if self.info.flat is None else self.info.flat.columns
+
+    def with_codecs(self, change: Callable[[Segment], CodecPlan]) -> UnitPlan:
+        """The unit with other plans of its segments."""
+        return replace(self, segments=tuple(replace(s, codec=change(s)) for s in self.segments))
 
     def dense_columns(self, params: Sequence[UnitParam]) -> float:
         """Columns of FSDP's buffer that these parameters take; if it is flat, an average over

@@ -43,11 +43,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem at a path. `place` is given if it differs from the place of the path's key."""
+    """A problem at a path. `place` is given if it differs from the place of the path's key;
+    `hides` says whether the value was left out, so that problems below it only repeat the cause."""
 
     path: Keys
     text: str
     place: Place | None = None
+    hides: bool = False
 
 
 @dataclass(kw_only=True)
@@ -59,7 +61,6 @@ class Document:
     # The place of each key and list item, by path; empty for data not from a file.
     places: dict[Keys, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)  # what the reader refused
-    refused: list[Keys] = field(default_factory=list)  # paths of the values that it left out
 
 
 def read(source: "str | os.PathLike[str] | Mapping[str, Any]") -> Document:
@@ -186,8 +187,7 @@ def _plain(node: yaml.Node, path: Keys, document: Document) -> object:
         what = f"YAML aliases such as *{node.value} are not supported; {_QUOTE}"
     else:
         what = f"the YAML tag {short(node.tag)} is not supported"
-    document.problems.append(Problem(path, what))
-    document.refused.append(path)
+    document.problems.append(Problem(path, what, hides=True))
     return None
 
 
@@ -283,11 +283,8 @@ def short(value: object) -> str:
 
 
 def raise_problems(document: Document, problems: Iterable[Problem]) -> None:
-    """Raise one PolicyError that lists all problems by line, including the reader's.
-
-    Problems below a value that the reader refused are left out: they would only repeat the cause.
-    """
-    refused = set(document.refused)
+    """Raise one PolicyError that lists all problems by line, including the reader's."""
+    refused = {problem.path for problem in document.problems if problem.hides}
     listed = document.problems + [
         problem
         for problem in problems

@@ -194,6 +194,35 @@ class AutoParametersConfig(AutoConfig):
     """Bytes that a rank may store for each parameter of the model."""
 
 
+class QuantizedActivationsConfig(CodecConfig):
+    """Every element in `bits`, with a scale for every `block` elements.
+
+    Nothing is kept between steps, so what a backward computes again has the same bits, also with
+    `rounding: stochastic`: chance comes from the elements themselves.
+    """
+
+    kind: Literal["quantized"] = "quantized"
+    """The codec's name."""
+    bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
+    """Size of an element's code."""
+    block: Block = 64
+    """How many neighbouring elements share a scale of 16 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or randomly up or down with the right mean."""
+
+
+class ExactActivationsConfig(CodecConfig):
+    """Every bfloat16 element to the bit, in 12.25 bits: neighbours have similar exponents, which
+    are packed. Tensors whose exponents do not fit, and other dtypes, travel as they are.
+
+    All-gathers, all-to-alls, sends and receives have the bits of torch's own groups. Sums are added
+    in float32 and rounded once, so with two ranks they have, too, but for the kind of NaN.
+    """
+
+    kind: Literal["exact"] = "exact"
+    """The codec's name."""
+
+
 GRADIENT_CONFIGS: tuple[type[CodecConfig], ...] = (
     *(kind.config for kind in CODECS if kind.config),
     AutoConfig,
@@ -202,14 +231,21 @@ PARAMETER_CONFIGS: tuple[type[CodecConfig], ...] = (
     *(kind.parameter_config for kind in CODECS if kind.parameter_config),
     AutoParametersConfig,
 )
+ACTIVATION_CONFIGS: tuple[type[CodecConfig], ...] = (
+    QuantizedActivationsConfig,
+    ExactActivationsConfig,
+)
 
 if TYPE_CHECKING:
-    # pydantic distinguishes them by their `kind`.
     AnyGradientConfig: TypeAlias = Any
     AnyParameterConfig: TypeAlias = Any
+    AnyActivationConfig: TypeAlias = QuantizedActivationsConfig | ExactActivationsConfig
 else:
-    AnyGradientConfig = Annotated[Union[GRADIENT_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
-    AnyParameterConfig = Annotated[Union[PARAMETER_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
+    # pydantic distinguishes them by their `kind`.
+    AnyGradientConfig, AnyParameterConfig, AnyActivationConfig = (
+        Annotated[Union[configs], Field(discriminator="kind")]  # noqa: UP007
+        for configs in (GRADIENT_CONFIGS, PARAMETER_CONFIGS, ACTIVATION_CONFIGS)
+    )
 
 
 # Rules
@@ -320,48 +356,6 @@ def check_replicated(rule: Rule) -> Rule:
 
 
 # Dimensions of a mesh
-
-
-class QuantizedActivationsConfig(CodecConfig):
-    """Every element in `bits`, with a scale for every `block` elements.
-
-    Nothing is kept between steps, so what a backward computes again has the same bits, also with
-    `rounding: stochastic`: chance comes from the elements themselves.
-    """
-
-    feedback_kinds: ClassVar[tuple[str, ...]] = ("none",)
-
-    kind: Literal["quantized"] = "quantized"
-    """The codec's name."""
-    bits: Annotated[Literal[4, 8], unit("bits per element")] = 8
-    """Size of an element's code."""
-    block: Block = 64
-    """How many neighbouring elements share a scale of 16 bits."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest code, or randomly up or down with the right mean."""
-
-
-class ExactActivationsConfig(CodecConfig):
-    """Every bfloat16 element to the bit, in 12.25 bits: neighbours have similar exponents, which
-    are packed. Tensors whose exponents do not fit, and other dtypes, travel as they are.
-
-    All-gathers, all-to-alls, sends and receives have the bits of torch's own groups. Sums are added
-    in float32 and rounded once, so with two ranks they have, too, but for the kind of NaN.
-    """
-
-    kind: Literal["exact"] = "exact"
-    """The codec's name."""
-
-
-ACTIVATION_CONFIGS: tuple[type[CodecConfig], ...] = (
-    QuantizedActivationsConfig,
-    ExactActivationsConfig,
-)
-
-if TYPE_CHECKING:
-    AnyActivationConfig: TypeAlias = QuantizedActivationsConfig | ExactActivationsConfig
-else:
-    AnyActivationConfig = Annotated[Union[ACTIVATION_CONFIGS], Field(discriminator="kind")]  # noqa: UP007
 
 
 class DimensionRule(Strict):

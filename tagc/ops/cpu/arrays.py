@@ -2,8 +2,8 @@
 
 Three habits make the kernels fast. numba promotes uint32 arithmetic to 64 bits, so every step of a
 hash or a shift is cast back. numba lets a signed index be negative, so hot loops index with ``N``
-(uint64). The number of codes in a word is the length of a tuple of type ``Group``, so it is a
-constant by which LLVM unrolls.
+(uint64). The number of codes in a word, or of elements in a group, is the length of a tuple
+``group``, so it is a constant by which LLVM unrolls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tagc.basics.files import locked
 U, N, F = np.uint32, np.uint64, np.float32
 ABS, INF = U(0x7FFFFFFF), U(0x7F800000)
 """Mask of a float32's magnitude, and the bits of infinity. Magnitudes sort like their bits."""
-Group = tuple[int, ...]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +43,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def group_of(lanes: int) -> Group:
+def group_of(lanes: int) -> tuple[int, ...]:
     """The tuple whose length tells the kernels how many codes a word holds."""
     return (0,) * lanes
 

@@ -120,7 +120,6 @@ def _quantize_row(g, e, n, block, group, limit, unit, kept, fresh, seed, scales,
 
     Args:
         g, e: ``[n]``, gradient and residual, as :func:`load` takes them; ``e`` is updated.
-        group: a tuple of as many entries as a word has codes.
         limit, unit: float32, the largest code and one over it.
         kept, fresh: float32, shares of the old and of the new residual.
         seed: uint32, seed of the dither; None to round to nearest.
@@ -184,9 +183,6 @@ def _dequantize_row(messages, stride, ranks, n, block, group, divisor, add, out)
 
     Args:
         messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart.
-        ranks: number of messages.
-        group: a tuple of as many entries as a word has codes.
-        divisor: float32.
         out: ``[n]``, as :func:`store` takes it.
     """
     size, lanes, width = N(block), N(len(group)), U(32 // len(group))

@@ -229,7 +229,6 @@ def _quantize_rows(g, e, rows, v, base, group, distance, kept, fresh, table, sca
         g, e: ``[rows * columns]``, as :func:`load` takes them; ``e`` is updated.
         v: ``[columns]`` float32, the columns' scales.
         base: uint32, from :func:`_find_columns`.
-        group: a tuple of as many entries as a word has codes.
         distance: float32, factor on a row's fit.
         kept, fresh: float32, shares of the old and of the new residual.
         table: scratch of :func:`code_sum`.
@@ -291,9 +290,6 @@ def _dequantize_rows(messages, stride, ranks, rows, group, divisor, add, out):
     Args:
         messages: ``[...]`` uint32, in which the messages begin ``stride`` words apart; each has its
             base, the columns' scales, the rows' bytes and the codes.
-        ranks: number of messages.
-        group: a tuple of as many entries as a word has codes.
-        divisor: float32.
         out: ``[rows * columns]``, as :func:`store` takes it.
     """
     n, lanes, width = N(out.size // rows), N(len(group)), U(32 // len(group))

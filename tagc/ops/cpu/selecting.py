@@ -29,7 +29,6 @@ def measure(g, e, n, group, sizes):
 
     Args:
         g, e: ``[n]``, as :func:`load` takes them.
-        group: a tuple of as many entries as a group has elements.
         sizes: ``[groups]`` uint32, written: the bits of each group's largest magnitude, which sort
             like the magnitudes; from ``INF`` on, the group is not finite.
     """
@@ -129,7 +128,6 @@ def quantize_groups(g, e, n, group, sizes, words, step, levels, keys, symbols):
     Args:
         g, e: ``[n]``, as :func:`load` takes them; ``e`` is updated, except for groups that are not
             finite.
-        group: a tuple of as many entries as a symbol has lanes.
         sizes: ``[groups]`` uint32, from :func:`measure`.
         words: ``[words]`` uint32, the bitmap of the kept groups.
         step: float32, a power of two.

@@ -208,7 +208,6 @@ def _insert(keys, symbols, seed, hashes, partition, cells):
 
     Args:
         keys, symbols: ``[count]`` uint32 and int32; keys are all different.
-        seed: int32.
         hashes: cells of a key; 0 for a direct layout.
         partition: cells of a partition.
         cells: ``[cells]`` int32, written.
@@ -231,10 +230,7 @@ def _decode(words, cells, seed, hashes, partition, n, group, step, divisor, out,
     Args:
         words: ``[words]`` uint32, the bitmap of the present groups.
         cells: ``[cells]`` int32, the sums, which may become the remaining sums.
-        seed: int32.
         hashes, partition: as for :func:`_insert`.
-        n: elements.
-        group: a tuple of as many entries as a symbol has lanes.
         step, divisor: float32.
         out: ``[n]``, as :func:`store` takes it.
         residual: ``[n]``, updated, or None.

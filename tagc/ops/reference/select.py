@@ -29,16 +29,14 @@ def select_groups(
     finite = groups.isfinite().all(-1)
     size = groups.abs().amax(-1).masked_fill(~finite, 0.0)
     above = finite & (size >= threshold)
-    kept = _keep_largest(above, size, capacity) if capacity < groups.shape[0] else size > 0
+    kept = size > 0
+    if capacity < len(groups):
+        # The largest; a stable order gives ties to the lower index.
+        order = torch.argsort(size.masked_fill(~above, -1.0), descending=True, stable=True)
+        kept = torch.zeros_like(above)
+        kept[order[:capacity]] = True
+        kept &= above
     return kept, finite, (above.sum(), (size > 0).sum())
-
-
-def _keep_largest(selected: Tensor, size: Tensor, capacity: int) -> Tensor:
-    """At most ``capacity`` of the selected groups: the largest, ties to the lower index."""
-    order = torch.argsort(size.masked_fill(~selected, -1.0), descending=True, stable=True)
-    kept = torch.zeros_like(selected)
-    kept[order[:capacity]] = True
-    return kept & selected
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
