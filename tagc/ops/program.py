@@ -181,13 +181,8 @@ class Send:
     columns: tuple[slice, ...] | None = None
     in_flight: bool = False
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that a rank sends to others; with :attr:`columns`, the first rank."""
-        return self.bytes_of(0)
-
-    def bytes_of(self, rank: int) -> int:
-        """Bytes that ``rank`` sends to others."""
+    def bytes_of(self, rank: int = 0) -> int:
+        """Bytes that ``rank`` sends to others; they depend on it with :attr:`columns` only."""
         size = self.inp.dtype.itemsize
         if self.columns is not None:
             return sum(c.stop - c.start for r, c in enumerate(self.columns) if r != rank) * size
@@ -214,7 +209,7 @@ class Send:
 
     def __str__(self) -> str:
         return (
-            f"send {self.kind} {self.level}: {self.inp} -> {self.out}, {self.bytes} bytes, "
+            f"send {self.kind} {self.level}: {self.inp} -> {self.out}, {self.bytes_of()} bytes, "
             f"as {self.flight}"
         )
 
@@ -279,12 +274,12 @@ class Program:
     @cached_property
     def sent(self) -> int:
         """Bytes that a rank sends; only those to other hosts, if hosts have several ranks."""
-        return sum(s.bytes for s in self.sends if s.level != "inside")
+        return sum(s.bytes_of() for s in self.sends if s.level != "inside")
 
     @cached_property
     def sent_inside(self) -> int:
         """Bytes that a rank sends to others of its host."""
-        return sum(s.bytes for s in self.sends if s.level == "inside")
+        return sum(s.bytes_of() for s in self.sends if s.level == "inside")
 
     @cached_property
     def sends(self) -> tuple[Send, ...]:

@@ -2,9 +2,6 @@
 
 import sys
 from functools import partial
-from typing import Any
-
-import torch
 
 from tagc.ops import merged
 from tagc.ops.cpu.blocks import dequantize, quantize

@@ -14,7 +14,7 @@ from torch import Tensor
 from tagc.ops.cpu.arrays import N, U, compiled, words_of
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
 
-S, H = np.int16, np.uint16
+S, H, B = np.int16, np.uint16, np.uint8
 _BINS = CLASSES * 32
 
 
@@ -28,19 +28,56 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
 def encode_exact(
     new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
 ) -> None:
-    _encode(
-        _bits(new[0]), _bits(old[0]), np.array(layout.spans, np.int64), layout.block,
-        MANTISSA[layout.dtype], layout.words, plan[0].numpy(), words_of(message[0]),
-    )  # fmt: skip
+    total, row = int(plan[0, 0]), _bits(new[0])
+    words = words_of(message[0, :total])
+    words[-1] = 0
+    words[0] = total
+    if total == layout.words:
+        words[1:].view(H)[: layout.numel] = row
+    elif total > 1:
+        table, starts = np.split(plan[0, 1:].numpy(), [layout.tables])
+        masks = np.packbits(table > 0, bitorder="little").view(U)
+        sizes = np.diff(starts, append=total)
+        head = np.concatenate((masks, _packed(table[table > 0], B), _packed(sizes, H)))
+        words[1 : 1 + head.size] = head
+        _encode(
+            row, _bits(old[0]), np.array(layout.spans, np.int64), layout.block,
+            MANTISSA[layout.dtype], table, starts, sizes, words,
+        )  # fmt: skip
+
+
+def _packed(numbers: np.ndarray, dtype: type[B] | type[H]) -> np.ndarray:
+    """Numbers in words, the first in the lowest bits."""
+    lanes = 4 // np.dtype(dtype).itemsize
+    padded = np.zeros(-(-numbers.size // lanes) * lanes, dtype)
+    padded[: numbers.size] = numbers
+    return padded.view(U)
 
 
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
     spans = np.array(layout.spans, np.int64)
-    for words, row in zip(message, rows, strict=True):
-        _decode(
-            words_of(words), _bits(row), spans, layout.block, MANTISSA[layout.dtype], layout.words,
-            layout.blocks,
-        )  # fmt: skip
+    for words, row in zip(map(words_of, message), map(_bits, rows), strict=True):
+        if words[0] == layout.words:
+            there = words[1:].view(H)[: layout.numel]
+            row[: there.size] = there
+        elif 1 < words[0] < layout.words:
+            head = _head_of(words, layout)
+            _decode(words, row, spans, layout.block, MANTISSA[layout.dtype], *head)
+
+
+def _head_of(words: np.ndarray, layout: ExactLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The table of widths ``[tables]``, and the starts and sizes ``[blocks]`` of a message's
+    blocks. What a damaged message lacks is zeros."""
+    spans, blocks = len(layout.spans), layout.blocks
+    head = np.zeros(1 + spans + layout.tables // 4 + (blocks + 1) // 2, U)
+    there = min(head.size, words.size)
+    head[:there] = words[:there]
+    given = np.unpackbits(head[1 : 1 + spans].view(B), bitorder="little") > 0
+    table, entries = np.zeros(layout.tables, np.int32), int(given.sum())
+    table[given] = head[1 + spans :].view(B)[:entries]
+    at = 1 + spans + (entries + 3) // 4
+    sizes = head[at:].view(H)[:blocks].astype(np.int64)
+    return table, at + (blocks + 1) // 2 + sizes.cumsum() - sizes, sizes
 
 
 def _bits(x: Tensor) -> np.ndarray:
@@ -228,42 +265,30 @@ def _put(buffer, at, value):
 
 
 @compiled
-def _encode(new, old, spans, block, mantissa, most, plan, message):
-    """See :func:`tagc.ops.reference.encode_exact`.
+def _encode(new, old, spans, block, mantissa, table, starts, sizes, message):
+    """Write a message's blocks.
 
     Args:
-        message: ``[capacity]`` uint32, written.
+        new, old: ``[numel]`` uint16.
+        table: ``[tables]`` int32, the widths.
+        starts, sizes: ``[blocks]``, words of the message before each block and of each block.
+        message: ``[total]`` uint32, written.
     """
-    total = N(plan[0])
-    message[0] = U(total)
-    numel = N(new.size)
-    if total == N(most):
-        for j in range(numel >> N(1)):
-            i = N(j) << N(1)
-            message[N(1) + N(j)] = U(U(new[i]) | U(U(new[i + N(1)]) << U(16)))
-        if numel & N(1):
-            message[(numel + N(1)) >> N(1)] = U(new[numel - N(1)])
-        return
-    if total <= N(1):
-        return
-    starts = plan[1 + 32 * spans.size :]
-    _write_head(plan, starts, spans.size, message)
     z, classes, hits = np.empty(block, H), np.empty(block, H), np.empty(block, H)
     first = np.empty(33, N)
     buffer = np.zeros(block * 48 // 32 + 8, U)
     base, b, size, shift = N(0), N(0), N(block), H(mantissa)
     for s in range(spans.size):
         end = base + N(spans[s])
-        table = plan[1 + 32 * s :][:32]
-        _level(table, first)
+        widths = table[32 * s :][:32]
+        _level(widths, first)
         begin = base
         while begin < end:
             fill = min(size, end - begin)
-            start = N(starts[b])
-            words = (N(starts[b + N(1)]) if b + N(1) < N(starts.size) else total) - start
+            start, words = N(starts[b]), N(sizes[b])
             if words:
                 _changes(new, old, begin, fill, shift, z, classes)
-                bits = _encode_block(z, classes, fill, first, table, hits, buffer)
+                bits = _encode_block(z, classes, fill, first, widths, hits, buffer)
                 used = (bits + N(31)) >> N(5)
                 for i in range(words):
                     message[start + i] = buffer[i]
@@ -272,39 +297,6 @@ def _encode(new, old, spans, block, mantissa, most, plan, message):
             begin += size
             b += N(1)
         base = end
-
-
-@register_jitable
-def _write_head(plan, starts, spans, message):
-    """Masks, widths and sizes."""
-    for s in range(spans):
-        mask = U(0)
-        for c in range(32):
-            mask |= U(plan[1 + 32 * s + c] > 0) << U(c)
-        message[1 + s] = mask
-    at, word, filled = N(1 + spans), U(0), U(0)
-    for i in range(32 * spans):
-        entry = U(plan[1 + i])
-        if entry:
-            word |= U(entry << filled)
-            filled += U(8)
-            if filled == U(32):
-                message[at] = word
-                at, word, filled = at + N(1), U(0), U(0)
-    if filled:
-        message[at] = word
-        at += N(1)
-    word = U(0)
-    for b in range(starts.size):
-        after = starts[b + 1] if b + 1 < starts.size else plan[0]
-        words = U(after - starts[b])
-        if b & 1:
-            message[at] = U(word | U(words << U(16)))
-            at += N(1)
-        else:
-            word = words
-    if starts.size & 1:
-        message[at] = word
 
 
 @compiled
@@ -379,55 +371,29 @@ def _put_escaped(z, classes, table, hits, count, buffer, at):
 
 
 @compiled
-def _decode(message, row, spans, block, mantissa, most, blocks):
-    """See :func:`tagc.ops.reference.decode_exact`.
+def _decode(message, row, spans, block, mantissa, table, starts, sizes):
+    """Read a message's blocks, see :func:`_encode`.
 
     Args:
-        message: ``[capacity]`` uint32.
+        message: ``[capacity]`` uint32; what is missing at its end is zeros.
         row: ``[numel]`` uint16, updated in place.
     """
-    capacity, numel = N(message.size), N(row.size)
-    total = N(message[0])
-    if total == N(most):
-        for j in range(min(numel, (capacity - N(1)) << N(1))):
-            row[j] = H(message[N(1) + (N(j) >> N(1))] >> U((U(j) & U(1)) << U(4)))
-        return
-    if total <= N(1) or total > N(most):
-        return
-    # What a damaged message lacks is zeros.
-    entries = N(0)
-    for s in range(spans.size):
-        mask = message[N(1) + N(s)] if N(1) + N(s) < capacity else U(0)
-        for c in range(32):
-            entries += N(mask >> U(c) & U(1))
-    next_entry = N(1 + spans.size)
-    sizes = next_entry + ((entries + N(3)) >> N(2))
-    start = sizes + ((N(blocks) + N(1)) >> N(1))
+    capacity = N(message.size)
     z, classes, hits = np.empty(block, H), np.empty(block, H), np.empty(block, H)
     first = np.empty(33, N)
-    table = np.empty(32, np.int32)
     # Each entry has two neighbouring words, so that one load has 32 bits from anywhere.
     # A damaged message may claim a list of all elements beside two levels of all.
     buffer = np.zeros(3 * block + 8, N)
     dirty = N(0)
-    lane, base, b, size, shift = N(0), N(0), N(0), N(block), H(mantissa)
+    base, b, size, shift = N(0), N(0), N(block), H(mantissa)
     for s in range(spans.size):
         end = base + N(spans[s])
-        mask = message[N(1) + N(s)] if N(1) + N(s) < capacity else U(0)
-        for c in range(32):
-            table[c] = 0
-            if mask >> U(c) & U(1):
-                at = next_entry + (lane >> N(2))
-                word = message[at] if at < capacity else U(0)
-                table[c] = np.int32(U(word >> U(U(lane & N(3)) << U(3))) & U(255))
-                lane += N(1)
-        _level(table, first)
+        widths = table[32 * s :][:32]
+        _level(widths, first)
         begin = base
         while begin < end:
             fill = min(size, end - begin)
-            at = sizes + (b >> N(1))
-            word = message[at] if at < capacity else U(0)
-            words = N(U(word >> U(U(b & N(1)) << U(4))) & U(0xFFFF))
+            start, words = N(starts[b]), N(sizes[b])
             if words:
                 there = min(words, capacity - start if start < capacity else N(0))
                 there = min(there, N(buffer.size) - N(2))
@@ -439,8 +405,7 @@ def _decode(message, row, spans, block, mantissa, most, blocks):
                         pair = N(message[start + i + N(1)]) << N(32)
                         buffer[i] = N(message[start + i]) | pair
                     buffer[there - N(1)] = N(message[start + there - N(1)])
-                _decode_block(buffer, row, begin, fill, shift, z, classes, first, table, hits)
-            start += words
+                _decode_block(buffer, row, begin, fill, shift, z, classes, first, widths, hits)
             begin += size
             b += N(1)
         base = end

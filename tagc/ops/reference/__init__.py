@@ -7,9 +7,6 @@ wider buffers.
 
 import sys
 from functools import partial
-from typing import Any
-
-import torch
 
 from tagc.ops import merged
 from tagc.ops.dense import put_dense, sum_dense
