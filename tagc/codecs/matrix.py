@@ -62,7 +62,6 @@ class MatrixPlan(CodecPlan):
 
     @property
     def nominal_bits(self) -> int:
-        """Bits of a code."""
         return self.layouts[0].bits
 
     @property
@@ -91,7 +90,6 @@ class MatrixPlan(CodecPlan):
 
     @property
     def words(self) -> int:
-        """Words of the scales and codes of all matrices."""
         return self.matrices.words
 
     @cached_property

@@ -91,7 +91,6 @@ class RowCoder(Coder):
         self._layout = BlockLayout(numel=_BLOCKS * block, bits=bits, block=block)
 
     def _rows(self, numel: int) -> int:
-        """Rows of ``numel`` elements."""
         return -(-numel // self._layout.numel)
 
     def lengths(self, numel: int) -> tuple[int, int]:
