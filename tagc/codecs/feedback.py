@@ -116,11 +116,6 @@ class FeedbackRule:
         """Bytes stored for a row of the residual."""
         return self.dtype.itemsize * columns
 
-    @property
-    def owner_bytes(self) -> int:
-        """Bytes that an owner stores for an element of its shard."""
-        return 0 if self.owner_state is None else 4
-
     def scratch_bytes(self, columns: int) -> int:
         """The most temporary bytes on a CPU after decoding."""
         # A mask of what is finite, such sums, and what is handed out. Or, after that, of float16: a

@@ -10,7 +10,7 @@ import torch
 from tagc.codecs import CodecConfig
 from tagc.codecs.sketch.plan import MIN_SHARED, SketchPlan
 from tagc.ops.matrix import shard_shape
-from tagc.plan.plan import Plan
+from tagc.plan.plan import Plan, why_missed
 from tagc.plan.programs import bytes_in_step, bytes_inside
 from tagc.plan.table import as_list, format_bytes
 from tagc.plan.two_shots import why_one_shot
@@ -361,11 +361,7 @@ def _reasons(plan: Plan, means_to: Sequence[tuple[str, int]]) -> tuple[str, str]
     for direction in directions:
         rules = [getattr(plan.policy, d)[i] for d, i in means_to if d == direction]
         for param, info in _infos(plan, direction):
-            if param.special is not None and first_match(rules, info) is not None:
-                miss = Miss(Near.NOTHING, f"frozen, with {param.special.value}")
-            else:
-                miss = nearest_miss(rules, info)
-            by_miss.setdefault(miss, {})[info.name] = info
+            by_miss.setdefault(why_missed(param, rules, info), {})[info.name] = info
     found = {miss: list(infos.values()) for miss, infos in by_miss.items()}
     if not found:
         return "0 parameters that are trained", ""

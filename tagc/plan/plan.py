@@ -17,7 +17,8 @@ from tagc.plan.sites import anchor_bytes, exchange_buffers
 from tagc.plan.table import Row, as_text, format_bytes, merged
 from tagc.plan.unit_plan import Segment, UnitPlan
 from tagc.plan.units import UnitParam
-from tagc.policy import ParamInfo, Policy, first_match, nearest_miss
+from tagc.policy import ParameterRule, ParamInfo, Policy, Rule, first_match, nearest_miss
+from tagc.policy.rules import Miss, Near
 
 
 @dataclass(frozen=True)
@@ -233,15 +234,20 @@ def _why_dense(
     rules = getattr(policy, unit.direction)
     if unit.info.native:
         return unit.info.native
-    if segment.rule is None and param.special is not None and first_match(rules, info) is not None:
-        return f"frozen, with {param.special.value}"
     if segment.rule is None or not rules:
-        return nearest_miss(rules, info).why
+        return why_missed(param, rules, info).why
     if not rules[segment.rule].codec.compresses:
         return f"rule {unit.direction}[{segment.rule}]"
     if not segment.columns:
         return "no elements"
     return "chosen by codec auto"
+
+
+def why_missed(param: UnitParam, rules: Sequence[Rule | ParameterRule], info: ParamInfo) -> Miss:
+    """Why none of these rules compresses a parameter."""
+    if param.special is not None and first_match(rules, info) is not None:
+        return Miss(Near.NOTHING, f"frozen, with {param.special.value}")
+    return nearest_miss(rules, info)
 
 
 Sent = tuple[float, float]

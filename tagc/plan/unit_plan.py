@@ -288,7 +288,7 @@ class UnitPlan:
             rule = part.codec.feedback
             if rule is not None:
                 stored += messages.made * rule.row_bytes(part.columns)
-                stored += rule.owner_bytes * part.columns
+                stored += 4 * part.columns * (rule.owner_state is not None)  # in float32
         if self.reuses_forward_message:
             stored += 4 * int(self.messages.words_of(segment)) * self.messages.read
         if self.keeps_copy:
