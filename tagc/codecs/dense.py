@@ -42,16 +42,11 @@ class DensePlan(CodecPlan):
 
     numel: int
     wire: torch.dtype
-    native: bool = True
 
     @property
     def name(self) -> str:
         """'dense', with the wire's dtype if it is not the buffer's own."""
-        return "dense" if self.native else f"dense {str(self.wire).removeprefix('torch.')}"
-
-    @property
-    def compressed(self) -> bool:
-        return not self.native
+        return f"dense {str(self.wire).removeprefix('torch.')}" if self.compressed else "dense"
 
     @property
     def words(self) -> int:
@@ -61,10 +56,6 @@ class DensePlan(CodecPlan):
     def scratch_bytes(self, destinations: int, sources: int) -> int:
         """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
         return 2 * max(4, self.wire.itemsize) * self.numel
-
-    def sums_bytes(self, rows: int, ranks: int) -> int:
-        """See :meth:`CodecPlan.sums_bytes`: the sums in float32, and their averages."""
-        return 2 * max(4, self.wire.itemsize) * rows * self.numel
 
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: anywhere."""
@@ -97,6 +88,5 @@ class DensePlan(CodecPlan):
 
 def plan_dense(config: DenseConfig, request: PlanRequest) -> DensePlan:
     """The sizes of one segment."""
-    native = not config.compresses
-    wire = request.dtype if native else torch.bfloat16
-    return DensePlan(numel=request.columns, wire=wire, native=native)
+    wire = torch.bfloat16 if config.compresses else request.dtype
+    return DensePlan(numel=request.columns, wire=wire, compressed=config.compresses)

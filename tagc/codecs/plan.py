@@ -45,6 +45,7 @@ class CodecPlan:
         reuses_forward_message: whether the backward reuses the messages of the forward's
             all-gather.
         density: fraction of elements that a rank sends.
+        compressed: whether the segment is sent in another form than the buffer itself.
     """
 
     exact: ClassVar[bool] = False
@@ -55,6 +56,7 @@ class CodecPlan:
     of_changes: bool = False
     reuses_forward_message: bool = False
     density: float = 1.0
+    compressed: bool = True
 
     @property
     def name(self) -> str:
@@ -70,11 +72,6 @@ class CodecPlan:
     def room(self) -> int:
         """The segment's words in a message, and up to 3 words of padding."""
         return aligned(self.words)
-
-    @property
-    def compressed(self) -> bool:
-        """Whether the segment is sent in another form than the buffer itself."""
-        return True
 
     @property
     def nominal_bits(self) -> float | None:
@@ -157,10 +154,6 @@ class CodecPlan:
         """The most temporary bytes that the CPU's operators allocate to encode for ``destinations``
         ranks, or to decode messages from ``sources`` ranks."""
         return 0
-
-    def sums_bytes(self, rows: int, ranks: int) -> int:
-        """Like :meth:`scratch_bytes`, for ``rows`` sums over ``ranks`` ranks of a host at once."""
-        return self.scratch_bytes(rows * ranks, rows * ranks)
 
     def used_words(self, columns: int) -> int:
         """Words that an owner needs if its shard fills only the first ``columns`` columns of the

@@ -191,7 +191,8 @@ def _moments(unit: UnitPlan) -> Iterator[int]:
         # The CPU's operators encode float16 from a copy in float32.
         encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
         if messages is unit.inside:
-            yield max(encoding, codec.sums_bytes(messages.rows, unit.info.ranks_per_host))
+            ranks = unit.info.ranks_per_host
+            yield max(encoding, messages.rows * codec.scratch_bytes(ranks, ranks))
             continue
         adds_up = messages.rows == 1  # otherwise each message fills a row of its own
         after = 0 if feedback is None else feedback.scratch_bytes(segment.columns)
