@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tagc.ops.blocks import MIN_SCALE, BlockLayout
 from tagc.ops.fingerprint import MASK, fmix32
-from tagc.ops.reference.select import add_up, grouped, keep
-from tagc.ops.symbols import wrap_int32
+from tagc.ops.reference.select import add_up, gathered, grouped, keep, packed, patterns, spread
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -53,7 +52,8 @@ def quantize(
     """
     x = grad.float() if residual is None else grad.float() + residual.float()
     scale, q, left = quantize_rows(x, layout, dither)
-    message.copy_(torch.cat([pack_scales(scale, layout), pack_codes(q, layout)], dim=-1))
+    scales, codes = packed(patterns(scale), 16), spread(q, layout.bits, layout.block_words)
+    message.copy_(torch.cat([scales, codes], dim=-1))
     if residual is not None:
         stay = scale.isnan().repeat_interleave(layout.block, dim=-1)[:, : layout.numel]
         keep(residual, left, average, stay)
@@ -127,27 +127,5 @@ def dequantize_rows(message: Tensor, layout: BlockLayout) -> Tensor:
     scales, codes = message[..., : layout.scale_words], message[..., layout.scale_words :]
     bits = torch.stack([scales << 16, scales & ~0xFFFF], dim=-1).flatten(-2)
     scale = bits.view(torch.float32)[..., : layout.blocks]
-    return (_unpack_codes(codes, layout) * scale[..., None]).flatten(-2)[..., : layout.numel]
-
-
-def pack_scales(scale: Tensor, layout: BlockLayout) -> Tensor:
-    """``[R, blocks]`` bfloat16 to ``[R, scale_words]`` int32, the even one in the low half."""
-    padded = torch.nn.functional.pad(scale, (0, 2 * layout.scale_words - layout.blocks))
-    halves = padded.view(torch.int16).unflatten(-1, (layout.scale_words, 2)).to(torch.int32)
-    return (halves[..., 0] & 0xFFFF) | (halves[..., 1] << 16)
-
-
-def pack_codes(q: Tensor, layout: BlockLayout) -> Tensor:
-    """``[R, blocks, block]`` int64 to ``[R, blocks * block_words]`` int32."""
-    lanes = q.unflatten(-1, (-1, layout.block_words)) & ((1 << layout.bits) - 1)
-    shift = layout.bits * torch.arange(lanes.shape[-2], device=q.device)
-    return wrap_int32((lanes << shift[:, None]).sum(-2)).flatten(1)
-
-
-def _unpack_codes(words: Tensor, layout: BlockLayout) -> Tensor:
-    """``[..., blocks * block_words]`` int32 to ``[..., blocks, block]`` float32."""
-    columns = words.unflatten(-1, (layout.blocks, 1, layout.block_words))
-    above = 32 - layout.bits
-    lanes = torch.arange(32 // layout.bits, device=words.device, dtype=torch.int32)
-    shifted = columns << (above - layout.bits * lanes)[:, None]
-    return (shifted >> above).flatten(-2).float()
+    values = gathered(codes, layout.bits, layout.block_words).float() * scale[..., None]
+    return values.flatten(-2)[..., : layout.numel]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
-from tagc.ops.reference.select import patterns
+from tagc.ops.reference.select import packed, patterns, unpacked
 from tagc.ops.symbols import wrap_int32
 
 _MASK = 0xFFFFFFFF
@@ -67,10 +67,9 @@ def _coded_message(new: Tensor, old: Tensor, plan: Tensor, layout: ExactLayout) 
     """``[total]`` int32."""
     total, table, starts = plan.split([1, layout.tables, layout.blocks])
     z, where = _changes(new, old), _Where.of(layout, new.device)
-    given = (table > 0).view(-1, CLASSES).to(torch.int64)
-    masks = (given << torch.arange(CLASSES, device=new.device)).sum(-1)
-    sizes = torch.cat([starts, total]).diff()
-    head = torch.cat([total, masks, _bytes(table[table > 0], 8), _bytes(sizes, 16)])
+    given, sizes = table > 0, torch.cat([starts, total]).diff()
+    parts = packed(given.to(torch.int64), 1), packed(table[given], 8), packed(sizes, 16)
+    head = torch.cat([total, *parts])
     words = head.new_zeros(int(total) + 1)
 
     def put(field: _Field) -> Tensor:
@@ -251,13 +250,6 @@ def _walk(
     return found, end
 
 
-def _bytes(x: Tensor, width: int) -> Tensor:
-    """Packs numbers of ``width`` bits into words, from 0 on."""
-    lanes = 32 // width
-    padded = torch.nn.functional.pad(x, (0, -len(x) % lanes)).view(-1, lanes)
-    return (padded << width * torch.arange(lanes, device=x.device)).sum(-1)
-
-
 def _words(count: int, width: int) -> int:
     return -(-count * width // 32)
 
@@ -267,17 +259,11 @@ def _decode_row(words: Tensor, row: Tensor, layout: ExactLayout) -> None:
     spans, blocks = len(layout.spans), layout.blocks
     words = torch.nn.functional.pad(words, (0, spans + layout.tables + blocks))  # if damaged
 
-    def numbers(at: int, count: int, width: int) -> Tensor:
-        """The first ``count`` numbers of ``width`` bits from word ``at`` on."""
-        lanes = torch.arange(0, 32, width, device=row.device)
-        some = words[at : at + _words(count, width), None] >> lanes
-        return some.flatten()[:count] & ((1 << width) - 1)
-
-    given = numbers(1, spans * CLASSES, 1) > 0
+    given = unpacked(words[1 : 1 + spans], 1, layout.tables) > 0
     entries = int(given.sum())
     table = words.new_zeros(layout.tables)
-    table[given] = numbers(1 + spans, entries, 8)
-    sizes = numbers(1 + spans + _words(entries, 8), blocks, 16)
+    table[given] = unpacked(words[1 + spans :][:entries], 8, entries)
+    sizes = unpacked(words[1 + spans + _words(entries, 8) :][:blocks], 16, blocks)
     head = 1 + spans + _words(entries, 8) + _words(blocks, 16)
     starts = head + sizes.cumsum(0) - sizes
 

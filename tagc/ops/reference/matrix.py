@@ -18,8 +18,7 @@ from tagc.ops.matrix import (
     MatrixLayout,
     parts_of,
 )
-from tagc.ops.reference.select import add_up, grouped, keep
-from tagc.ops.symbols import wrap_int32
+from tagc.ops.reference.select import add_up, gathered, grouped, keep, packed, spread, unpacked
 
 
 def quantize_matrix(
@@ -102,8 +101,8 @@ def _quantize(
     half = 1 << (layout.bits - 1)
     q = (x * (1 / f) * (1 / v) * 0.5).floor().clamp(-half, half - 1)
     left = torch.where(sends, x - (2 * q + 1) * (f * v), x)
-    codes = _codes(torch.where(sends, q, 0).to(torch.int64), layout)
-    message.copy_(torch.cat([base, _packed(columns, 4), _packed(rows, 8), codes], dim=-1))
+    codes = spread(torch.where(sends, q, 0).to(torch.int64), layout.bits, layout.row_words)
+    message.copy_(torch.cat([base, packed(columns, 4), packed(rows, 8), codes], dim=-1))
     if residual is not None:
         stay = (rows == NOT_FINITE)[..., None].expand_as(left)
         keep(residual, left.flatten(1), average, stay.flatten(1))
@@ -200,39 +199,14 @@ def _row_scales(rows: Tensor, base: Tensor) -> Tensor:
     return torch.where(rows == NOT_FINITE, torch.nan, f)
 
 
-def _packed(codes: Tensor, width: int) -> Tensor:
-    """``[D, n]`` int64 codes to ``[D, words]`` int32, neighbours in the same word."""
-    lanes = grouped(codes, 32 // width)
-    shift = width * torch.arange(lanes.shape[-1], device=codes.device)
-    return wrap_int32((lanes << shift).sum(-1))
-
-
-def _unpacked(words: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of :func:`_packed`: ``[..., words]`` int32 to ``[..., count]`` int64."""
-    shift = width * torch.arange(32 // width, device=words.device)
-    return ((words[..., None].long() >> shift) & ((1 << width) - 1)).flatten(-2)[..., :count]
-
-
-def _codes(q: Tensor, layout: MatrixLayout) -> Tensor:
-    """``[D, rows, columns]`` int64 to ``[D, rows * row_words]`` int32."""
-    places, bits = layout.places, layout.bits
-    padded = pad(q, (0, places * layout.row_words - layout.columns))
-    parts = padded.unflatten(-1, (places, layout.row_words)) & ((1 << bits) - 1)
-    shift = bits * torch.arange(places, device=q.device)
-    return wrap_int32((parts << shift[:, None]).sum(-2)).flatten(1)
-
-
 def _values(message: Tensor, layout: MatrixLayout) -> Tensor:
     """The values of messages ``[..., words]`` int32: ``[..., rows, columns]`` float32."""
     sizes = [*layout.head, layout.rows * layout.row_words]
     base, columns, rows, words = message.split(sizes, dim=-1)
-    v = _column_scales(_unpacked(columns, 4, layout.columns))[..., None, :]
-    rows = _unpacked(rows, 8, layout.rows)
+    v = _column_scales(unpacked(columns, 4, layout.columns))[..., None, :]
+    rows = unpacked(rows, 8, layout.rows)
     f = _row_scales(rows, base.long())[..., None]
-    words = words.unflatten(-1, (layout.rows, 1, layout.row_words)).long()
-    shift = layout.bits * torch.arange(layout.places, device=message.device)
-    code = (words >> shift[:, None]) & ((1 << layout.bits) - 1)
-    code, half = code.flatten(-2)[..., : layout.columns], 1 << (layout.bits - 1)
-    value = (2 * ((code ^ half) - half) + 1).float()
+    code = gathered(words, layout.bits, layout.row_words)[..., : layout.columns]
+    value = (2 * code + 1).float()
     value = torch.where((rows != NOTHING)[..., None], value * (f * v), 0.0)
     return torch.where(f.isnan(), torch.nan, value)

@@ -1,16 +1,49 @@
-"""What operators share: the selection of groups, what stays in a residual, and sums of messages."""
+"""What operators share: numbers and codes in words, the selection of groups, what stays in a
+residual, and sums of messages."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from tagc.ops.symbols import wrap_int32
 
 
 def grouped(x: Tensor, size: int) -> Tensor:
     """``[..., n]`` to ``[..., groups, size]``, padded with zeros."""
     groups = -(-x.shape[-1] // size)
-    pad = groups * size - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (groups, size))
+    return pad(x, (0, groups * size - x.shape[-1])).unflatten(-1, (groups, size))
+
+
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """``[..., n]`` int64 numbers of ``bits`` bits to ``[..., words]`` int32, neighbours in the same
+    word, the first in the lowest bits."""
+    lanes = grouped(numbers, 32 // bits)
+    return wrap_int32((lanes << bits * torch.arange(32 // bits, device=lanes.device)).sum(-1))
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of :func:`packed`: ``[..., words]`` to ``[..., count]`` int64."""
+    shift = bits * torch.arange(32 // bits, device=words.device)
+    return ((words[..., None].long() >> shift) & ((1 << bits) - 1)).flatten(-2)[..., :count]
+
+
+def spread(codes: Tensor, bits: int, words: int) -> Tensor:
+    """``[R, rows, n]`` int64 codes of ``bits`` bits to ``[R, rows * words]`` int32, neighbours in
+    neighbouring words of their row."""
+    places = 32 // bits
+    full = pad(codes, (0, places * words - codes.shape[-1])).unflatten(-1, (places, words))
+    shift = bits * torch.arange(places, device=codes.device)
+    return wrap_int32(((full & ((1 << bits) - 1)) << shift[:, None]).sum(-2)).flatten(1)
+
+
+def gathered(words: Tensor, bits: int, row_words: int) -> Tensor:
+    """The inverse of :func:`spread`: ``[..., rows * row_words]`` int32 to ``[..., rows, codes]``
+    int32, as many signed codes as words hold."""
+    places = torch.arange(32 // bits, device=words.device, dtype=torch.int32)
+    shifted = words.unflatten(-1, (-1, 1, row_words)) << (32 - bits - bits * places)[:, None]
+    return (shifted >> (32 - bits)).flatten(-2)
 
 
 def select_groups(
