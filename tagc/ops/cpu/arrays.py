@@ -48,11 +48,16 @@ def group_of(lanes: int) -> tuple[int, ...]:
     return (0,) * lanes
 
 
+def bits16(t: Tensor) -> np.ndarray:
+    """The bits of 16-bit floats, uint16, in the same memory."""
+    return t.view(torch.uint16).numpy()
+
+
 def numpy_of(t: Tensor | None) -> Any:
     """The memory of a tensor as an array; bfloat16 as its bits, in uint16; None for None."""
     if t is None:
         return None
-    return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+    return bits16(t) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def widened(t: Tensor) -> Tensor:

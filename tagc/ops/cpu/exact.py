@@ -7,11 +7,10 @@ Loops over elements do not branch: what needs more than level 1 is first collect
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import N, U, compiled, words_of
+from tagc.ops.cpu.arrays import N, U, bits16, compiled, words_of
 from tagc.ops.exact import CLASSES, MANTISSA, ExactLayout
 
 S, H, B = np.int16, np.uint16, np.uint8
@@ -20,7 +19,7 @@ _BINS = CLASSES * 32
 
 def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout) -> None:
     _measure(
-        _bits(new[0]), _bits(old[0]), np.array(layout.spans, np.int64), layout.block,
+        bits16(new[0]), bits16(old[0]), np.array(layout.spans, np.int64), layout.block,
         MANTISSA[layout.dtype], layout.words, plan[0].numpy(),
     )  # fmt: skip
 
@@ -28,7 +27,7 @@ def measure_exact(new: Tensor, old: Tensor, plan: Tensor, *, layout: ExactLayout
 def encode_exact(
     new: Tensor, old: Tensor, plan: Tensor, message: Tensor, *, layout: ExactLayout
 ) -> None:
-    total, row = int(plan[0, 0]), _bits(new[0])
+    total, row = int(plan[0, 0]), bits16(new[0])
     words = words_of(message[0, :total])
     words[-1] = 0
     words[0] = total
@@ -41,7 +40,7 @@ def encode_exact(
         head = np.concatenate((masks, _packed(table[table > 0], B), _packed(sizes, H)))
         words[1 : 1 + head.size] = head
         _encode(
-            row, _bits(old[0]), np.array(layout.spans, np.int64), layout.block,
+            row, bits16(old[0]), np.array(layout.spans, np.int64), layout.block,
             MANTISSA[layout.dtype], table, starts, sizes, words,
         )  # fmt: skip
 
@@ -56,7 +55,7 @@ def _packed(numbers: np.ndarray, dtype: type[B] | type[H]) -> np.ndarray:
 
 def decode_exact(message: Tensor, rows: Tensor, *, layout: ExactLayout) -> None:
     spans = np.array(layout.spans, np.int64)
-    for words, row in zip(map(words_of, message), map(_bits, rows), strict=True):
+    for words, row in zip(map(words_of, message), map(bits16, rows), strict=True):
         if words[0] == layout.words:
             there = words[1:].view(H)[: layout.numel]
             row[: there.size] = there
@@ -78,11 +77,6 @@ def _head_of(words: np.ndarray, layout: ExactLayout) -> tuple[np.ndarray, np.nda
     at = 1 + spans + (entries + 3) // 4
     sizes = head[at:].view(H)[:blocks].astype(np.int64)
     return table, at + (blocks + 1) // 2 + sizes.cumsum() - sizes, sizes
-
-
-def _bits(x: Tensor) -> np.ndarray:
-    """``[numel]`` uint16."""
-    return x.view(torch.uint16).numpy()
 
 
 @register_jitable(inline="always")

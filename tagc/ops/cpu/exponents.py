@@ -9,7 +9,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from tagc.ops.cpu.arrays import N, U, compiled
+from tagc.ops.cpu.arrays import N, U, bits16, compiled
 from tagc.ops.exponents import ABOVE_MEAN, BLOCK, CHUNK, EXCEPTION, HEAD, ZERO, ExponentLayout
 
 B, H = np.uint8, np.uint16
@@ -22,7 +22,7 @@ def pack_exponents(rows: Tensor, message: Tensor, *, layout: ExponentLayout) -> 
     for row, words in zip(rows, message, strict=True):
         out = words.view(torch.uint8).numpy()
         out[: 4 * HEAD] = 0
-        if _pack(_bits(row), out[4 * HEAD : 4 * layout.words]):
+        if _pack(bits16(row), out[4 * HEAD : 4 * layout.words]):
             continue
         out[0] = 1
         end = 4 * HEAD + 2 * layout.numel
@@ -36,12 +36,7 @@ def unpack_exponents(message: Tensor, rows: Tensor, *, layout: ExponentLayout) -
         if int(words[0]) == 1 and len(words) >= layout.raw_words:
             row.view(torch.uint8).copy_(sent[: 2 * layout.numel])
         else:
-            _unpack(sent.numpy(), _bits(row))
-
-
-def _bits(row: Tensor) -> np.ndarray:
-    """``[numel]`` uint16."""
-    return row.view(torch.uint16).numpy()
+            _unpack(sent.numpy(), bits16(row))
 
 
 @register_jitable
