@@ -37,9 +37,7 @@ COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 def notes_on(plan: Plan, units: Sequence[UnitInfo], gathers: Sequence[UnitInfo]) -> Iterator[str]:
     """What users should know about a plan for these reduce-scatters and all-gathers."""
     policy = plan.policy
-    yield from _unshared_supports(plan.units, policy.gradients)
-    if policy.replicas:
-        yield from _unshared_supports(plan.replicas, policy.replicas)
+    yield from _unshared_supports(plan.units, policy.gradients)  # rules for replicas share none
     yield from _in_levels(plan.units)
     yield from _in_levels(plan.parameters)
     yield from _without_effect(plan.units, policy.inside)
@@ -86,8 +84,8 @@ def _unshared_supports(units: Sequence[UnitPlan], rules: Sequence[Rule]) -> Iter
         replicated = units[0].info.replicated
         why = "no rank owns a shard" if replicated else f"fewer than {MIN_SHARED} groups to keep"
         yield (
-            f"{units[0].direction} of {as_list(names)}: {why}, so every rank keeps its own groups "
-            "instead of shared ones"
+            f"gradients of {as_list(names)}: {why}, so every rank keeps its own groups instead of "
+            "shared ones"
         )
 
 

@@ -54,7 +54,6 @@ class Gathers:
     def __init__(self, unit: UnitPlan) -> None:
         self._unit, info = unit, unit.info
         self._what = f"{COLLECTIVES['parameters']} of unit {info.label!r}"
-        self._ranks = info.world_size
         self._level: Level = "across" if info.ranks_per_host > 1 else "flat"
         self._inp = Place("inp", (1, unit.columns), info.dtype, "late")
         self._out = Place("out", (info.world_size, unit.columns), info.dtype, "late")
@@ -254,7 +253,7 @@ class Gathers:
         )
 
     def _received(self, *, keep: bool) -> Place:
-        shape = (self._ranks, self._send.shape[1])
+        shape = (self._unit.info.world_size, self._send.shape[1])
         if keep:
             return Place("kept_message", shape, torch.int32, "kept")
         return Place("parameters_recv", shape, torch.int32)

@@ -117,12 +117,10 @@ class CountSketch:
         if x.shape != (self.layout.numel,):
             raise ValueError(f"expected shape ({self.layout.numel},), got {tuple(x.shape)}")
         symbols, present = self._symbols(x, step)
-        device = x.device
-        ops = get_ops(device, self._ops)
-        self._check(ops, device)
+        ops, seed = self._ops_and_seed(x.device)
         index = to_bitmap(present)
-        cells = torch.empty(self.layout.cells, dtype=torch.int32, device=device)
-        ops.insert(symbols, index, self._seed(device), cells, layout=self.layout)
+        cells = torch.empty(self.layout.cells, dtype=torch.int32, device=x.device)
+        ops.insert(symbols, index, seed, cells, layout=self.layout)
         return Sketch(cells, index, self.layout, self.seed, step)
 
     def decode(self, sketch: Sketch) -> Decoded:
@@ -133,22 +131,19 @@ class CountSketch:
         """
         if sketch.layout != self.layout or sketch.seed != self.seed:
             raise ValueError("the sketch was encoded by a CountSketch with other arguments")
-        device = sketch.cells.device
-        ops, seed = get_ops(device, self._ops), self._seed(device)
-        self._check(ops, device)
+        ops, seed = self._ops_and_seed(sketch.cells.device)
         symbols, stuck = ops.peel(sketch.cells, sketch.index, seed, layout=self.layout)
         values = unpack(symbols, self.symbol).flatten()[: self.layout.numel]
         if sketch.step is not None:
             values = values.float() * sketch.step
         return Decoded(values, int(stuck.sum()))
 
-    def _check(self, ops: Ops, device: torch.device) -> None:
-        """Compare kernels for GPUs with the reference before their first use."""
+    def _ops_and_seed(self, device: torch.device) -> tuple[Ops, Tensor]:
+        """Kernels for GPUs are compared with the reference before their first use."""
+        ops = get_ops(device, self._ops)
         if compiles_ahead(ops):
             check(ops, device, sketch_calls(self.layout))
-
-    def _seed(self, device: torch.device) -> Tensor:
-        return torch.tensor([self.seed], dtype=torch.int32, device=device)
+        return ops, torch.tensor([self.seed], dtype=torch.int32, device=device)
 
     def _symbols(self, x: Tensor, step: float | None) -> tuple[Tensor, Tensor]:
         """The symbols, ``[groups]`` int32, and whether each is present, ``[groups]`` bool."""
