@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -122,20 +122,6 @@ class UnitReducer(ReducerState):
             RuntimeError: if the plan was made for another buffer, group or operation (nothing is
                 sent then), or if another rank does not answer in time.
         """
-        for _ in self.reducing(out, inp, group, op, native, reached):
-            pass
-
-    def reducing(
-        self,
-        out: Tensor,
-        inp: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        native: ReduceNatively | None = None,
-        reached: Set[str] | None = None,
-    ) -> Iterator[None]:
-        """:meth:`reduce` as a generator, which pauses while messages are in flight. Meanwhile
-        other units may be reduced, if these have another workspace."""
         counters, usual = self.counters, self._usual
         if self.before is not None:
             self.before(counters.all_steps)
@@ -148,7 +134,7 @@ class UnitReducer(ReducerState):
             if not self.stamped:
                 self._announce(variant, None)
         else:
-            chosen = yield from self._choosing(late, group, op, native, reached)
+            chosen = self._choose(late, group, op, native, reached)
             if chosen is None:
                 return
             variant, replay = chosen, self._replay(chosen)
@@ -159,19 +145,20 @@ class UnitReducer(ReducerState):
             self.prepare_messages(1, noise=variant.noise)
         counters.steps += 1
         counters.compressed_steps += variant.messages
-        yield from replay.running(late)
+        for _ in replay.running(late):
+            pass
         self._note_run(variant, replay, capturing=capturing)
         if variant.stamped and self.plan.messages.sent is None:
             self._mix_up.note()
 
-    def _choosing(
+    def _choose(
         self,
         late: Mapping[str, Tensor],
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         native: ReduceNatively | None,
         reached: Set[str] | None,
-    ) -> Generator[None, None, Variant | None]:
+    ) -> Variant | None:
         """Choose the variant of a reduction, tell the other ranks, and do what comes before its
         messages. Return None if that was all."""
         plan, inp, out = self.plan, late["inp"], late["out"]
@@ -200,7 +187,8 @@ class UnitReducer(ReducerState):
             return variant
         inside = variant._replace(levels="inside")
         replay = self._replay(inside)
-        yield from replay.running(late)
+        for _ in replay.running(late):
+            pass
         self._note_run(inside, replay, capturing=capturing)
         total = self.store.take(self.programs.total)
         if stays:
