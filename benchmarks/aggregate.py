@@ -24,6 +24,7 @@ from tagc.ops.symbols import SYMBOLS
 from .records import Record, add_output, append, machine, markdown
 
 about = "one process that adds up the messages of many"
+add_arguments = add_output
 
 # Of LHC's benchmark.
 DENSITY = 0.05
@@ -32,11 +33,6 @@ NUMEL = 1 << 22
 
 _ROUNDS = 7
 _SYMBOL = SYMBOLS["int8x4"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this suite."""
-    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:

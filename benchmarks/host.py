@@ -1,5 +1,5 @@
 """``host``: what tagc takes of the host's time in a step, on a CPU, with kernels and collectives
-that do nothing.
+that do nothing; and how many of its functions a reduction calls, in how many files.
 
 Where a GPU waits for its host, a step takes the host's time. Here one rank of several takes the
 steps of a small model of many units, as on NCCL. tagc's kernels are not started, and nothing is
@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -49,6 +51,8 @@ def measure(policy: str, steps: int) -> Record:
     ops = importlib.import_module("tagc.triton_kernels.ops")
     spent = 0.0  # seconds in tagc's collectives
     started = 0  # kernels
+    called: list[str] = []  # the files of tagc's functions that the last reduction called
+    reduce = CustomReduceScatter.__call__.__code__
 
     def timing(original: Any) -> Any:
         def call(*args: Any, **how: Any) -> Any:
@@ -61,13 +65,19 @@ def measure(policy: str, steps: int) -> Record:
 
         return call
 
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and "/tagc/" in frame.f_code.co_filename:
+            if frame.f_code is reduce:
+                called.clear()
+            called.append(frame.f_code.co_filename)
+
     def start_nothing(*args: Any, **options: Any) -> Any:
         nonlocal started
         started += 1
         return idle  # a compiled kernel, which starts nothing on any grid
 
-    one, other = (torch.zeros(1, 1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    flag = torch.zeros(1, dtype=torch.bool)
+    dtypes = torch.bfloat16, torch.float32, torch.bool
+    one, other, flag = (torch.zeros(1, 1, dtype=dtype) for dtype in dtypes)
 
     idle = defaultdict(lambda: start_nothing)
     with alone(RANKS, Idle), ExitStack() as stack:
@@ -98,6 +108,9 @@ def measure(policy: str, steps: int) -> Record:
 
         for _ in range(_SETTLE):
             step()
+        sys.setprofile(note)
+        step()
+        sys.setprofile(None)
         started = 0
         timed = [step() for _ in range(steps)]
     low, middle, high = statistics.quantiles((ours / rest for ours, rest in timed), n=4)
@@ -106,12 +119,13 @@ def measure(policy: str, steps: int) -> Record:
         "share": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)],
         "tagc_started": started // steps,
+        "calls, files": [len(called), len({*called})],
     }
 
 
 def table(records: Sequence[Record]) -> str:
     """A row for each policy."""
-    keys = ["policy", "tagc_ms", "share", "quartiles", "tagc_started"]
+    keys = ["policy", "tagc_ms", "share", "quartiles", "tagc_started", "calls, files"]
     return markdown(keys, ([r.get(key, "") for key in keys] for r in records))
 
 

@@ -33,7 +33,7 @@ def _replaced(made: Any) -> Iterator[None]:
     names = {
         "all_gather_single": made.all_gather, "all_gather_into_tensor": made.all_gather,
         "reduce_scatter_single": made.reduce_scatter, "reduce_scatter_tensor": made.reduce_scatter,
-        "all_to_all_single": made.all_to_all, "all_to_all": made.all_to_all_rows,
+        "all_to_all_single": made.all_to_all, "all_to_all": _refused,
         "all_reduce": made.all_reduce,
     }  # fmt: skip
     with ExitStack() as stack:
@@ -42,6 +42,10 @@ def _replaced(made: Any) -> Iterator[None]:
         for name in ("all_gather", "reduce_scatter"):
             stack.enter_context(mock.patch.object(transport, name, getattr(made, name)))
         yield
+
+
+def _refused(*args: Any, **how: Any) -> None:
+    raise NotImplementedError("no policy here sends rows of their own sizes")
 
 
 class _Done:
@@ -63,7 +67,7 @@ class Idle:
     def all_gather(*args: Any, **how: Any) -> _Done:
         return _Done()
 
-    reduce_scatter = all_to_all = all_to_all_rows = all_reduce = all_gather
+    reduce_scatter = all_to_all = all_reduce = all_gather
 
 
 class Copies(Idle):
@@ -83,12 +87,6 @@ class Copies(Idle):
     @staticmethod
     def all_to_all(output: Tensor, input: Tensor, *args: Any, **how: Any) -> _Done:
         output.copy_(input)
-        return _Done()
-
-    @staticmethod
-    def all_to_all_rows(output: list[Tensor], input: list[Tensor], *args: Any, **how: Any) -> _Done:
-        for received in output:
-            received.copy_(input[0])
         return _Done()
 
 
@@ -182,9 +180,6 @@ class _Meetings:
         for row, sent in zip(output.view(self._ranks, -1), self._sent(input, group), strict=True):
             row.copy_(sent.view(self._ranks, -1)[self._rank])
         return self._finished(async_op)
-
-    def all_to_all_rows(self, *args: Any, **how: Any) -> None:
-        raise NotImplementedError("no policy here sends rows of their own sizes")
 
     def all_reduce(
         self, tensor: Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False

@@ -69,22 +69,19 @@ def run(args: argparse.Namespace) -> list[Record] | int:
 def table(results: Sequence[Record]) -> str:
     """A row per case: ours, its share of the copy bandwidth, and the others beside it.
 
-    Beside each other contender's time stands how many times faster ours is. Records may have
-    contenders whose results were wrong: those have a number that the notes below explain.
+    Beside each other contender's time stands how many times faster ours is, unless a record says
+    that the other's results were wrong.
     """
     failed = [f"{r['case']} failed: {r['failed']}" for r in results if "failed" in r]
     measured = [r for r in results if "failed" not in r]
     others = [n for n in dict.fromkeys(n for r in measured for n in r["contenders"]) if n != OURS]
-    reasons: dict[str, int] = {}
 
     def other(record: Record, name: str) -> str:
         result = record["contenders"].get(name)
         if result is None:
             return "-"
-        refused = record.get("refused", {}).get(name)
-        if refused is None:
-            return f"{result['ms']:.3g} ms, {record['speedup'][name]:.3g}×"
-        return f"{result['ms']:.3g} ms [{reasons.setdefault(refused, len(reasons) + 1)}]"
+        speedup = record["speedup"].get(name)
+        return f"{result['ms']:.3g} ms, {'wrong' if speedup is None else f'{speedup:.3g}×'}"
 
     rows = []
     for r in measured:
@@ -98,8 +95,6 @@ def table(results: Sequence[Record]) -> str:
         rows.append([r["case"], floor, copy, ours, each, share, *(other(r, n) for n in others)])
     to_others = (f"{name}; speed of {OURS} to it" for name in others)
     head = ["case", "floor", "copy", OURS, "ns an element", "of copy", *to_others]
-    notes = [f"[{number}] no speedup: {why}" for why, number in reasons.items()]
-    below = "  \n".join(notes + failed)
     shown = ("date", "gpu", "processor", "device", "threads", "load", "timing", "torch", "triton")
     machine = ", ".join(f"{key} {results[0][key]}" for key in shown if key in results[0])
-    return "\n\n".join([machine, markdown(head, rows), below]).strip()
+    return "\n\n".join([machine, markdown(head, rows), "  \n".join(failed)]).strip()
