@@ -1,4 +1,4 @@
-"""Names in a codec's state, and the bound of its counters."""
+"""Names and counts in a state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MAX_COUNT = 2**59
-"""No counter of any run gets this large."""
+_MOST = 2**59
 
 
 def nested(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -24,7 +23,8 @@ def part_of(name: str, state: Mapping[str, T]) -> dict[str, T]:
     return {k.removeprefix(start): t for k, t in state.items() if k.startswith(start)}
 
 
-def check_counter(name: str, value: Tensor) -> None:
-    """Raise ValueError if a counter ``[]`` is negative, or at least ``MAX_COUNT``."""
-    if not 0 <= int(value) < MAX_COUNT:
-        raise ValueError(f"{name} is {int(value)}")
+def check_counts(name: str, counts: Tensor) -> None:
+    """Raise ValueError if any of ``counts`` is not one of a run."""
+    if bool(((counts < 0) | (counts > _MOST)).any()):
+        found = counts.tolist()
+        raise ValueError(f"{name}: {found} is negative, or larger than any run is long")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagc.codecs.state import MAX_COUNT
+from tagc.codecs.state import check_counts
 from tagc.codecs.workspace import Workspace
 from tagc.collect.alarm import Alarm
 from tagc.collect.hosts import HostGroups
@@ -194,9 +194,7 @@ class UnitGatherer(ABC):
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that :meth:`state` never returns."""
-        counters = state["counters"]
-        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
-            raise ValueError("a counter is negative, or larger than any run is long")
+        check_counts("counters", state["counters"])
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a :meth:`state` that passes :meth:`check_state`."""

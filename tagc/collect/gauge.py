@@ -20,7 +20,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-from tagc.codecs.state import MAX_COUNT
+from tagc.codecs.state import check_counts
 
 _FIRST, _EVERY = 32, 4
 
@@ -61,8 +61,7 @@ class NoiseGauge:
         """Raise ValueError for values that :meth:`state` never returns."""
         if bool((state["noise"][:, 0] < 0).any() | (state["noise.agreed"][:, 0] < 0).any()):
             raise ValueError("a weight of measured noise is negative")
-        if not 0 <= int(state["noise.agreed_at"]) <= MAX_COUNT:
-            raise ValueError("the count of reductions at the exchange of noise is out of range")
+        check_counts("reductions at the exchange of noise", state["noise.agreed_at"])
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a :meth:`state`."""

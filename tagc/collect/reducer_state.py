@@ -14,7 +14,7 @@ from tagc.codecs.feedback import OWNER_RESIDUAL, OWNER_STATES, FeedbackRule
 from tagc.codecs.quantized import dither_seeds
 from tagc.codecs.sketch import COUNTING, SelectionCount
 from tagc.codecs.sketch.threshold import STATES, rescale
-from tagc.codecs.state import MAX_COUNT, check_counter, part_of
+from tagc.codecs.state import check_counts, part_of
 from tagc.codecs.workspace import Workspace
 from tagc.collect.alarm import Alarm
 from tagc.collect.gauge import NoiseGauge
@@ -98,11 +98,8 @@ class Counters:
         return found
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        counters = state["counters"]
-        if bool(((counters < 0) | (counters > MAX_COUNT)).any()):
-            raise ValueError("a counter is negative, or larger than any run is long")
-        if self.on_hosts and not 0 <= int(state["inside_bytes"]) <= MAX_COUNT:
-            raise ValueError("the count of bytes inside hosts is negative, or too large")
+        for name in ("counters", "inside_bytes") if self.on_hosts else ("counters",):
+            check_counts(name, state[name])
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
@@ -378,7 +375,7 @@ class ReducerState:
         """Raise ValueError for values that :meth:`state` never returns."""
         self.counters.check_state(state)
         for name in self._steps:
-            check_counter(name.rpartition(".")[2], state[name])
+            check_counts(name.rpartition(".")[2], state[name])
         if self.programs.sketches is not None:
             self.programs.sketches.check_state(part_of("sketch", state))
         if NoiseGauge.in_state(state):

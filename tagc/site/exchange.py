@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tagc.attach.torchft import TorchftSites
 from tagc.basics.warn import warn
-from tagc.codecs.state import MAX_COUNT
+from tagc.codecs.state import check_counts
 from tagc.collect import BareTransport, DesyncError, gather_by_rank
 from tagc.collect.transport import Transport, failing_in
 from tagc.ops.fingerprint import fingerprint
@@ -271,8 +271,7 @@ class SiteExchange:
                 f"it has {len(landings)} fragments, not {len(self._fragments)}: load it with the "
                 "policy that it was saved with"
             )
-        if not 0 <= steps <= MAX_COUNT:
-            raise ValueError("the count of optimizer steps is negative, or too large")
+        check_counts("optimizer steps", state["steps"][:1])
         latest, found = steps + self._config.delay, {*landings} - {-1}
         if len(found) > 1 or any(not steps < landing <= latest for landing in found):
             raise ValueError("an average waits for a step at which none is applied")
