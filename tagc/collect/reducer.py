@@ -177,6 +177,7 @@ class UnitReducer(ReducerState):
             return None
         if group is not self._group and not on_hosts:
             self._group, self._levels["flat"] = group, self._connect(group)
+            self._usual = None
             self._replays.clear()
         if self.stamped is None:
             self.stamped = not self._transport.by_messages(self.store.device)

@@ -227,8 +227,17 @@ class _Request:
         return f"{len(self.optimizers)} optimizers"
 
     def _make_anchors(self) -> str:
-        self.planned = cache(self._plan)
-        self.plan = self.planned(self.units[0].group.size())
+        units, policy, ops = self.units, self.policy, self.ops
+        gloo = self.group is None or on_gloo(units)
+
+        @cache
+        def planned(number: int) -> Plan:
+            """The plan for a number of sites. It outlives the request, which holds optimizers."""
+            infos = [between_sites(unit.info, number) for unit in units]
+            return with_kernels(units, build_plan(infos, policy, gloo=gloo), ops)
+
+        self.planned = planned
+        self.plan = planned(units[0].group.size())
         for unit in self.plan.units if self.group is None else ():
             rules = (segment.codec.feedback for segment in unit.segments)
             if any(rule is not None and rule.owner_state for rule in rules):
@@ -239,12 +248,6 @@ class _Request:
         pairs = enumerate(zip(self.units, self.plan.units, strict=True))
         self.anchors = [Anchor(unit, of, self.config, self.ops, i) for i, (unit, of) in pairs]
         return self.plan.fingerprint[:12]
-
-    def _plan(self, number: int) -> Plan:
-        """The plan for a number of sites."""
-        infos = [between_sites(unit.info, number) for unit in self.units]
-        gloo = self.group is None or on_gloo(self.units)
-        return with_kernels(self.units, build_plan(infos, self.policy, gloo=gloo), self.ops)
 
 
 def site_units(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,6 +212,10 @@ def test_an_exchange_at_the_end(rank: int, world_size: int) -> None:
     before = handle.metrics()
     train(model, optimizer, rank, range(8))
     assert handle.metrics() == before
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None  # while the handle and the model live
 
 
 @on_ranks(2)
