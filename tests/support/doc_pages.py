@@ -192,7 +192,7 @@ def _check_parts(names: dict[str, Any]) -> None:
         names["SumFloat8"](1).run(message[row : row + 1], out)
         assert torch.equal(out[0] + residual[row], x[row])
     kind = importlib.import_module("tagc.codecs.plan").CodecKind
-    assert isinstance(names["FLOAT8"], kind)
+    kind("float8", names["Float8Plan"], names["plan_float8"], names["Float8Config"])
 
     from support.units import normal, reduce, unit_reducer
 
