@@ -24,7 +24,8 @@ def part_of(name: str, state: Mapping[str, T]) -> dict[str, T]:
 
 
 def check_counts(name: str, counts: Tensor) -> None:
-    """Raise ValueError if any of ``counts`` is not one of a run."""
-    if bool(((counts < 0) | (counts > _MOST)).any()):
-        found = counts.tolist()
-        raise ValueError(f"{name}: {found} is negative, or larger than any run is long")
+    """Raise ValueError if any of ``counts`` is negative, or larger than in any run."""
+    counts = counts.long()  # int32 does not hold the bound
+    wrong = counts[(counts < 0) | (counts > _MOST)].tolist()
+    if wrong:
+        raise ValueError(f"{name}: a count is {wrong[0]}: negative, or larger than in any run")

@@ -25,9 +25,8 @@ from tagc.codecs.sketch.threshold import (
     Thresholds,
     ThresholdStart,
     check_controller,
-    check_counts,
 )
-from tagc.codecs.state import part_of
+from tagc.codecs.state import check_counts, part_of
 from tagc.ops import COUNTS, KEPT, Ops
 from tagc.ops.launches import Advance, Copy, OfOps, Set
 from tagc.ops.program import (
@@ -285,11 +284,11 @@ class Sketches:
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError for values that the state never has."""
-        check_counts(state["summed"])
+        check_counts("selected groups", state["summed"])
         most = max(plan.max_boost for plan in self._plans)
         check_controller(part_of("controller", state), max_boost=most)
         if self.supports:
-            check_counts(state["chosen"])
+            check_counts("chosen groups", state["chosen"])
             check_controller(part_of("choice_controller", state), max_boost=1.0)
         for support in self.supports.values():
             support.check_state(part_of(f"support.{support.number}", state))

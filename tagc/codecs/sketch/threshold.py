@@ -51,12 +51,6 @@ from tagc.ops.thresholds import (
 _SAMPLE = 8192
 
 
-def check_counts(counts: Tensor) -> None:
-    """Raise ValueError for negative counts."""
-    if bool((counts < 0).any()):
-        raise ValueError("a count of selected groups is negative")
-
-
 STATES = {"threshold": THRESHOLD, "boost": BOOST, "bias": BIAS, "exponent": EXPONENT, "side": SIDE}
 """The parts of the state that the next update depends on, by name in checkpoints."""
 
