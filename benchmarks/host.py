@@ -31,7 +31,7 @@ import torch
 from tagc.attach.fsdp2_collectives import CustomAllGather, CustomReduceScatter
 from tagc.collect import transport
 from tagc.handle import collectives, wrapper
-from tagc.ops.launches import Copy, Subtract, copy_or_spoil, subtract_at_once
+from tagc.ops.torch_operators import Copy, Subtract, copy_or_spoil, subtract_at_once
 
 from .one_device import Idle, alone
 from .rank import RANKS, sharded, wrap

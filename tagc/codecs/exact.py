@@ -21,8 +21,9 @@ from tagc.codecs.config import CodecConfig, Special
 from tagc.codecs.plan import CodecPlan, PlanRequest
 from tagc.ops.exact import MANTISSA, ExactLayout
 from tagc.ops.exponents import ExponentLayout
-from tagc.ops.launches import Copy, DecodeExact, MeasureExact, PackExponents, UnpackExponents
+from tagc.ops.launches import DecodeExact, MeasureExact, PackExponents, UnpackExponents
 from tagc.ops.program import Launch, Place
+from tagc.ops.torch_operators import Copy
 
 _EXPECTED_BITS = 4
 # Bits an element at learning rates, a little more than the means in docs/exact.md.

@@ -18,9 +18,10 @@ from tagc.codecs.config import Block, CodecConfig, unit
 from tagc.codecs.plan import CodecPlan, Cut, PlanRequest
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.fingerprint import MASK, fmix32
-from tagc.ops.launches import Clamp, Dequantize, Quantize, ScalesAbove, SeedsOf
+from tagc.ops.launches import Dequantize, Quantize
 from tagc.ops.program import Launch, Place
 from tagc.ops.symbols import wrap_int32
+from tagc.ops.torch_operators import Clamp, ScalesAbove, SeedsOf
 
 
 class QuantizedConfig(CodecConfig):

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from tagc.ops import Ops
 from tagc.ops.blocks import BlockLayout
 from tagc.ops.exponents import BLOCK, ExponentLayout
-from tagc.ops.launches import seeds_of
+from tagc.ops.torch_operators import seeds_of
 
 _BLOCKS = 8
 """Blocks of a row: an even number of scales, and codes of a multiple of 16 bytes."""

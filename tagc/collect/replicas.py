@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagc.collect.reducer import UnitReducer
-from tagc.ops.launches import Expand, Pick
+from tagc.ops.torch_operators import Expand, Pick
 from tagc.plan.part import Part
 
 

@@ -30,7 +30,8 @@ from tagc.costs.dimensions import (
 )
 from tagc.costs.explain import Setting, plan_data
 from tagc.costs.link import Link
-from tagc.costs.shapes import ModelError, ModelShapes, load_model
+from tagc.costs.model_files import load_model
+from tagc.costs.shapes import ModelError, ModelShapes
 from tagc.plan import Plan
 from tagc.policy import Policy, PolicyError, data_parallel_policies, policies
 

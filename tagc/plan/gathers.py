@@ -17,18 +17,9 @@ import torch
 from tagc.codecs import CodecPlan
 from tagc.codecs.exact import ExactChanges
 from tagc.ops.dense import DenseLayout
-from tagc.ops.launches import (
-    ClearUnchanged,
-    Copy,
-    EncodeExact,
-    Fingerprint,
-    Spoil,
-    Subtract,
-    Sum,
-    together,
-    with_fingerprint,
-)
+from tagc.ops.launches import EncodeExact, Fingerprint, Sum, together, with_fingerprint
 from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
+from tagc.ops.torch_operators import ClearUnchanged, Copy, Spoil, Subtract
 from tagc.plan.unit_plan import COLLECTIVES, Segment, UnitPlan
 
 # Columns that take less time than another launch.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tagc.codecs.feedback import OWNER_RESIDUAL
-from tagc.ops.launches import Copy, Mark, PutBack, Runs
 from tagc.ops.program import OWN, Launch, Place, Step
+from tagc.ops.torch_operators import Copy, Mark, PutBack, Runs
 from tagc.plan.two_shots import slicing_of
 from tagc.plan.unit_plan import Segment, UnitPlan
 

@@ -21,23 +21,19 @@ from tagc.codecs.feedback import OWNER_RESIDUAL, FeedbackRule
 from tagc.codecs.quantized import SEED_STEP, QuantizedPlan, Stage
 from tagc.codecs.sketch import COUNTING, Sketches, SketchPlan
 from tagc.ops.dense import STAMP_WORDS, DenseLayout
-from tagc.ops.launches import (
+from tagc.ops.launches import ByRank, Put, Sum, UndoLag, together
+from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
+from tagc.ops.sampling import CompareNoise, SampleGradient, noise_samples
+from tagc.ops.torch_operators import (
     Advance,
     ByNeighbour,
-    ByRank,
     Copy,
     Divide,
     Expand,
     Pick,
     Pieces,
-    Put,
     Saturate,
-    Sum,
-    UndoLag,
-    together,
 )
-from tagc.ops.program import OWN, Launch, Level, Place, Program, Send, Step, Wait
-from tagc.ops.sampling import CompareNoise, SampleGradient, noise_samples
 from tagc.plan.param_slices import filled_columns, is_whole, param_slices
 from tagc.plan.part import Part, preserving
 from tagc.plan.two_shots import slicing_of

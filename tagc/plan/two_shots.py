@@ -23,7 +23,7 @@ import torch
 
 from tagc.codecs import CodecPlan, Cut
 from tagc.codecs.feedback import FeedbackRule
-from tagc.ops.launches import Pieces
+from tagc.ops.torch_operators import Pieces
 from tagc.plan.param_slices import ParamSlice
 from tagc.plan.unit_plan import MessagePlan, Segment, TwoShots, UnitPlan
 

@@ -23,7 +23,7 @@ from support.small_net import local_weights, loss_of, net, sharded, train
 from support.units import gathered
 from tagc.collect import CopyGatherer
 from tagc.collect.copy_gatherer import _warn_of_others
-from tagc.ops.launches import seeds_of
+from tagc.ops.torch_operators import seeds_of
 from tagc.plan import bytes_inside
 
 MATRICES = ["*.[02].weight", "head.weight"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tagc.costs.shapes import ModelError, ModelShapes, load_model
+from tagc.costs.model_files import load_model
+from tagc.costs.shapes import ModelError, ModelShapes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,9 +113,6 @@ def test_an_index_of_several_files(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(ModelError, match=r"several safetensors files.*a\.safetensors, b\."):
         load_model(str(tmp_path))
-
-
-# Functions
 
 
 def test_functions_may_return_a_state_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

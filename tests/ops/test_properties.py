@@ -20,9 +20,9 @@ from tagc.codecs.sketch.plan import step_scale
 from tagc.ops import get_ops
 from tagc.ops.bitmap import from_bitmap
 from tagc.ops.blocks import BlockLayout
-from tagc.ops.launches import Copy, Subtract, copy_or_spoil, subtract_at_once
 from tagc.ops.symbols import SYMBOLS
 from tagc.ops.thresholds import EXPONENT, SIDE, STATES, THRESHOLD, step_of
+from tagc.ops.torch_operators import Copy, Subtract, copy_or_spoil, subtract_at_once
 
 CPU, REFERENCE = get_ops("cpu", "cpu"), get_ops("cpu", "reference")
 examples = settings(deadline=None, max_examples=25, derandomize=True)

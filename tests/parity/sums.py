@@ -17,7 +17,8 @@ from support.launching import launch
 from tagc.codecs.matrix import MatrixPlan
 from tagc.collect import UnitReducer
 from tagc.ops import Ops
-from tagc.ops.launches import Expand, QuantizeAndPut, QuantizeMatrix
+from tagc.ops.launches import QuantizeAndPut, QuantizeMatrix
+from tagc.ops.torch_operators import Expand
 from tagc.plan.part import Part
 
 from .apis import Api

@@ -28,7 +28,7 @@ from tagc.codecs.sketch.threshold import (
 )
 from tagc.codecs.state import check_counts, part_of
 from tagc.ops import COUNTS, KEPT, Ops
-from tagc.ops.launches import Advance, Copy, OfOps, Set
+from tagc.ops.launches import OfOps
 from tagc.ops.program import (
     OWN,
     Collective,
@@ -43,6 +43,7 @@ from tagc.ops.program import (
 )
 from tagc.ops.sketch import SketchLayout
 from tagc.ops.thresholds import STEP, THRESHOLD
+from tagc.ops.torch_operators import Advance, Copy, Set
 
 # If there is room for every group, all are kept, and the threshold only sets the step. The median
 # is a scale that neither outliers nor zeros move.

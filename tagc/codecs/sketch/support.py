@@ -20,9 +20,9 @@ from torch import Tensor
 from tagc.codecs.sketch.plan import SketchPlan
 from tagc.ops import Ops
 from tagc.ops.bitmap import from_bitmap
-from tagc.ops.launches import Copy
 from tagc.ops.program import OWN, Launch, Operator, Place
 from tagc.ops.sketch import SketchLayout
+from tagc.ops.torch_operators import Copy
 
 
 @dataclass(frozen=True)

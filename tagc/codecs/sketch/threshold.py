@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from tagc.ops import COUNTS, Ops
-from tagc.ops.launches import Fill, Set
 from tagc.ops.program import Launch, Operator, Place
 from tagc.ops.thresholds import (
     BIAS,
@@ -47,6 +46,7 @@ from tagc.ops.thresholds import (
 from tagc.ops.thresholds import (
     STATES as ROWS,
 )
+from tagc.ops.torch_operators import Fill, Set
 
 _SAMPLE = 8192
 
