@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
 
 import tagc
 from support.distributed import on_ranks
@@ -24,8 +27,11 @@ POLICY = {
 
 
 @on_ranks(2)
-def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent(rank: int, world_size: int):
-    model = wrapped(POLICY)
+@pytest.mark.parametrize("more", [{}, {"parameters": [{"when": {}, "codec": {"kind": "dense"}}]}])
+def test_metrics_say_what_still_warms_up_and_how_much_less_is_sent(
+    rank: int, world_size: int, more: dict[str, Any]
+) -> None:
+    model = wrapped(POLICY | more)
     compressor = tagc.compressor(model)
     for left in (2, 1, 0, 0):
         text = str(compressor.metrics())

@@ -9,6 +9,7 @@ from functools import wraps
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -92,14 +93,14 @@ def with_closure(
 
 
 class KnownParameters:
-    """The parameters of a model as they are now. Once in every step, compares them with then: the
-    gradients of others would be reduced uncompressed, or not at all, in silence."""
+    """The parameters of a model as they are now. Once in every backward, compares them with then:
+    the gradients of others would be reduced uncompressed, or not at all, in silence."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._known = dict(model.named_parameters(remove_duplicate=False))
         self._frozen = {n: p for n, p in self._known.items() if not p.requires_grad}
-        self._steps = -1
+        self._at: tuple[int, int] | None = None
         self._look(model)
 
     def checker(self) -> Callable[[int], None]:
@@ -115,11 +116,14 @@ class KnownParameters:
         return check
 
     def check(self, steps: int) -> None:
-        """Raise RuntimeError if new parameters require a gradient, before a unit is reduced for
-        the ``steps``-th time; later units of a step check nothing again."""
-        if steps <= self._steps:
+        """Raise RuntimeError if new parameters require a gradient. Call it before every reduction
+        of a unit; later ones of a backward check nothing again. Outside of a backward, those with
+        the same number of ``steps`` before them count as one."""
+        backward = torch._C._current_graph_task_id()
+        at = backward, steps if backward < 0 else 0
+        if at == self._at:
             return
-        self._steps = steps
+        self._at = at
         new = [name for name, param in self._frozen.items() if param.requires_grad]
         model = self._model()
         if model is not None and not new and self._seen != self._structure():
@@ -133,7 +137,7 @@ class KnownParameters:
             if not new:
                 self._look(model)
         if new:
-            self._steps = -1  # a reduction that is tried again raises, too
+            self._at = None  # a reduction that is tried again raises, too
             names = as_list([clean_name(name) for name in new])
             raise RuntimeError(
                 f"tagc: {names} got requires_grad, or joined the model, after tagc.wrap, so the "

@@ -250,9 +250,9 @@ def _refuse_without_effect(
 def _check_ranks(args: argparse.Namespace) -> None:
     """Raise ModelError unless the ranks divide among replicas and hosts."""
     if args.world is None:
-        raise ModelError("give --world, the total number of ranks")
-    if args.ddp and args.world == 1:
-        raise ModelError("--world 1 with --ddp sends nothing")
+        raise ModelError("give --world, the total number of ranks (or --sites, at least 2)")
+    if args.world == 1:
+        raise ModelError("a single rank sends nothing: give 2 or more")
     if args.world % args.replicas:
         raise ModelError(f"--world {args.world} does not divide by --replicas {args.replicas}")
     if args.world == args.replicas:

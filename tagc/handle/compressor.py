@@ -305,9 +305,20 @@ class Compressor(Handle):
 
         Raises:
             ValueError: if tagc cannot tell whether the optimizer has a second moment, if its rates
-                are already kept, for this model or another, or if it steps other optimizers.
+                are already kept, for this model or another, if it steps other optimizers, or none
+                of this model's parameters.
         """
-        kept = LearningRateScaling(optimizer, self._measured_noise(), second_moment=second_moment)
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"keep_rates needs a torch.optim.Optimizer, not {optimizer!r:.80}")
+        noise = self._measured_noise()
+        known = noise.by_parameter()
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if known and known.keys().isdisjoint(held):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds none of this model's parameters: make it after "
+                "the model is sharded, and give keep_rates the optimizer that steps them"
+            )
+        kept = LearningRateScaling(optimizer, noise, second_moment=second_moment)
         self._kept.add(kept)
         return kept
 

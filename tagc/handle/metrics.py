@@ -178,8 +178,9 @@ def collect(
     left = [r.plan.warmup_steps - r.counters.all_steps for r in all_reducers if r.plan.compressed]
     nothing = math.nan if elements else 1.0
     steps = max((r.counters.steps for r in reducers), default=0)
-    # Of FSDP's own all-gathers.
-    native = int(steps * sum(unit.dense_bytes(unit.columns) for unit in plan.native))
+    # Of FSDP's own all-gathers, also because no rule for parameters compresses any.
+    by_fsdp = () if gatherers else plan.parameters or plan.native
+    native = int(steps * sum(unit.dense_bytes(unit.columns) for unit in by_fsdp))
     tuning = plan.policy.tuning
     parameters = sum(g.wire_bytes for g in gatherers), sum(g.dense_bytes for g in gatherers)
     sent = [g for g in gatherers if g.last_bytes]

@@ -118,6 +118,11 @@ def wrap(
             group's timeout.)
     """
     given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    if not isinstance(given, dist.ProcessGroup | None):
+        raise ValueError(
+            f"replicas=... is a {type(given).__name__}; give the dimension of the mesh that "
+            "connects the replicas, or its group"
+        )
     # Not the group of all ranks: with pipeline stages only some of them may have units to wrap.
     groups = sharding_groups(model)
     if given is not None:

@@ -303,9 +303,13 @@ def _for_others(plan: Plan, direction: str, index: int) -> bool:
 
 
 def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
-    """The parameter that a rule without parameters comes nearest to, if it selects all but its size
-    or kind."""
+    """Why a rule has no parameters: rules before it take them; or the parameter that it comes
+    nearest to, if it selects all but its size or kind."""
     infos = [info for _, info in _infos(plan, direction)]
+    for info in infos:
+        if rule.miss(info) is None:
+            taker = first_match(getattr(plan.policy, direction), info)
+            return f" that rules before it leave: {direction}[{taker}] takes {info.name}"
     misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
     if not misses:
         return ""

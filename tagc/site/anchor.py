@@ -33,8 +33,6 @@ from tagc.plan.two_shots import slicing_of
 from tagc.policy.roles import clean_name
 from tagc.policy.rules import OuterConfig, SitesConfig
 
-_MEAN = OuterConfig(rate=1, momentum=0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SiteUnit(Unit):
@@ -138,9 +136,9 @@ def check_trainable(model: nn.Module, units: Sequence[SiteUnit]) -> None:
         raise ValueError(
             f"sites do not exchange {as_list([clean_name(name) for name in new])}: neither "
             "fully_shard nor DistributedDataParallel holds them, or they became trainable, or were "
-            "added or replaced, after tagc.sites. Give these the whole model; after such a change "
-            "call remove() of the handle, then tagc.sites again, with an optimizer that holds "
-            "them, in all sites"
+            "added or replaced, after tagc.sites. Give these the whole model. In all sites, call "
+            "exchange() and remove() of the handle before such a change, and tagc.sites after it, "
+            "with an optimizer that holds them"
         )
 
 
@@ -325,15 +323,12 @@ class Anchor:
             self.change.mul_(sites / trained)
 
     @torch.no_grad()
-    def apply(self, *, mean: bool = False) -> None:
+    def apply(self, outer: OuterConfig, alpha: float) -> None:
         """Move the anchor by the average, as ``torch.optim.SGD(nesterov=True)`` would with the
-        average as the gradient, and the site's shard to it; with ``mean``, both to the mean of the
-        sites."""
-        average, outer, alpha = self.change, self._config.outer, self._config.alpha
+        average as the gradient, and the site's shard to it, but for the share ``alpha``."""
+        average = self.change
         assert average is not None
-        if mean:
-            outer, alpha = _MEAN, 0.0
-        elif self.momentum is not None:
+        if outer.momentum and self.momentum is not None:
             self.momentum.mul_(outer.momentum).add_(average)
             average.add_(self.momentum, alpha=outer.momentum)
         self.values.add_(average, alpha=-outer.rate)

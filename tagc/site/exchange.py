@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from tagc.collect import BareTransport, DesyncError, gather_by_rank
 from tagc.collect.transport import Transport, failing_in
 from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, fragments_of
-from tagc.policy.rules import SitesConfig
+from tagc.policy.rules import OuterConfig, SitesConfig
 from tagc.site.anchor import Anchor, Owed, in_turns
 
 # Why sites of a group compare: before the first step, for an exchange that is due, or for one that
@@ -44,11 +45,13 @@ _FIRST, _DUE, _LAST = range(3)
 _COMPARED = 3
 # How many of the last exchanges a site can name: more than others count while it is in doubt.
 _NAMED = 1024
+_MEAN = OuterConfig(rate=1, momentum=0)
 # Stands for the number of a parameter that is not finite, if a rank of a site has an error.
 _REFUSED = 2**40
 _REMEDY = (
     "All sites must begin with the same parameters, and load what was saved together: give every "
-    "site the same checkpoint, then call tagc.sites again"
+    "site the same checkpoint, then call tagc.sites again. (Sites that have trained are equal only "
+    "after exchange(): call it before remove(), if tagc.sites is to follow.)"
 )
 _STEPS_REMEDY = (
     "Did a site skip an optimizer step, as loss scalers do? Let all sites take as many steps "
@@ -164,9 +167,11 @@ class SiteExchange:
         # Less delay than the steps between two exchanges: there is one in flight at most.
         self._flight: Flight | None = None
         # The exchange in progress: its fragments, why, after which step, whether this site has
-        # trained for it, and whether a unit takes and applies its change in its turn.
+        # trained for it, whether a unit takes and applies its change in its turn, and whether sites
+        # have the same parameters after it, whatever the policy's alpha.
         self._now: Sequence[int] = ()
         self._why, self._after, self._active, self._in_turn = _FIRST, 0, True, True
+        self._equal = False
         self._members = sites if isinstance(sites, TorchftSites) else None
         self.elastic = self._members is not None
         # If sites come and go: the names of the exchanges that this site counts, the latest at the
@@ -213,7 +218,8 @@ class SiteExchange:
             self._land(self._flight)
             if not self._active:
                 return  # it has healed this site into this exchange of another one
-        self._exchange(range(len(self._fragments)), _DUE if self.elastic else _LAST)
+        every = range(len(self._fragments))
+        self._exchange(every, _DUE if self.elastic else _LAST, equal=True)
 
     def settle(self) -> None:
         """Wait for what is in flight, without applying it. If sites come and go, and it failed
@@ -307,11 +313,18 @@ class SiteExchange:
         return [i for fragment in self._now for i in self._fragments[fragment]]
 
     def _exchange(
-        self, due: Sequence[int], why: int, *, active: bool = True, delay: int = 0
+        self,
+        due: Sequence[int],
+        why: int,
+        *,
+        active: bool = True,
+        delay: int = 0,
+        equal: bool = False,
     ) -> None:
         """Exchange these fragments; with a delay, only begin to."""
         began = time.perf_counter()
         self._now, self._why, self._after, self._active = due, why, self.steps, active
+        self._equal = equal
         # Changes of all units need much memory: for a delay, or as others may not get the averages.
         self._in_turn = not (delay or self.elastic)
         if self.elastic:
@@ -474,7 +487,8 @@ class SiteExchange:
             )
         for site, i in (marks != marks[here]).any(2).nonzero().tolist()[:1]:
             raise SitesDifferError(
-                f"tagc: the anchor of unit {self.anchors[i].label!r} in site {here} "
+                f"tagc: the anchor of unit {self.anchors[i].label!r} (of "
+                f"{len(self.plan.units[i].info.params)} parameters) in site {here} "
                 f"({_in_words(marks[here, i])}) differs from that in site {site} "
                 f"({_in_words(marks[site, i])}). {_REMEDY}"
             )
@@ -490,7 +504,7 @@ class SiteExchange:
             anchor.take_change()
         yield from anchor.averaging(self._transport.size, trained)
         if self._in_turn:
-            anchor.apply(mean=self._together)
+            self._apply_to(anchor)
         if self.elastic:
             anchor.reducer.fold(self._transport.rank, self._transport.size)  # an owner may die
 
@@ -559,18 +573,22 @@ class SiteExchange:
 
     def _apply(self) -> None:
         for i in self._units():
-            self.anchors[i].apply(mean=self._together)
+            self._apply_to(self.anchors[i])
         if not self._active:
             # The parameters that another site sent along have its own progress.
             for anchor in self.anchors:
                 anchor.unit.write(anchor.values)
+
+    def _apply_to(self, anchor: Anchor) -> None:
+        outer, alpha = (_MEAN, 0.0) if self._together else (self._config.outer, self._config.alpha)
+        anchor.apply(outer, 0.0 if self._equal else alpha)
 
     def _land(self, flight: Flight) -> None:
         """Apply the averages of what was in flight."""
         self._flight = None
         late, began = not flight.done or flight.error is not None, time.perf_counter()
         if flight.loaded:
-            self._now, self._active = flight.fragments, True
+            self._now, self._active, self._equal = flight.fragments, True, False
             if self._members is not None:
                 self._members.rewind(self._members.count + 1)
             self._apply()
@@ -674,7 +692,7 @@ def _named(header: Tensor) -> str:
 
 def _in_words(mark: Tensor) -> str:
     count, *sums, _ = mark.tolist()
-    return f"after {count} exchanges, fingerprint {sums[0] % 2**32:08x}"
+    return f"after {count} exchanges, fingerprint {zlib.crc32(repr(sums).encode()):08x}"
 
 
 def _is_of_the_link(error: BaseException) -> bool:

@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tagc.basics.tracing import untraced
 from tagc.basics.warn import warn
@@ -22,6 +26,7 @@ from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, format_bytes
 from tagc.site.exchange import SiteExchange
 
+_HOOKS = ("_before_step", "_after_step", "_before_any", "_after_any")
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_sites"
 
@@ -104,14 +109,39 @@ class Sites(Handle):
         self._groups, self._release, self._removed = groups, release, False
         self._loads = _Loads(model, exchange)
         self._last = weakref.ref(optimizers[-1])
-        before, after = (untraced(_Hook(of)) for of in (self._before_step, self._after_step))
+        # Steps of these optimizers that began, now and when any other optimizer's began.
+        self._begun, self._begun_then = 0, 0
+        hook = {name: untraced(_Hook(getattr(self, name))) for name in _HOOKS}
         self._hooks: list[Any] = list(self._loads.hooks)
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(before))
-            self._hooks.append(optimizer.register_step_post_hook(after))
+            self._hooks.append(optimizer.register_step_pre_hook(hook["_before_step"]))
+            self._hooks.append(optimizer.register_step_post_hook(hook["_after_step"]))
+        everywhere = (
+            register_optimizer_step_pre_hook(hook["_before_any"]),
+            register_optimizer_step_post_hook(hook["_after_any"]),
+        )
+        for handle in everywhere:
+            weakref.finalize(self, handle.remove)
+        self._hooks += everywhere
         object.__setattr__(model, _ATTRIBUTE, self)
 
+    def _before_any(self, _: Optimizer) -> None:
+        self._begun_then = self._begun
+
+    def _after_any(self, optimizer: Optimizer) -> None:
+        if self._begun != self._begun_then or not _counts(optimizer):
+            return  # one of the optimizers here, or one that steps them
+        held = {id(param) for a in self._exchange.anchors for param in a.unit.held()}
+        if any(id(param) in held for group in optimizer.param_groups for param in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() changed parameters that sites exchange, but "
+                "tagc.sites was not given this optimizer, so nothing would ever be exchanged: give "
+                "it all optimizers of the model; if this one replaces another, call exchange() and "
+                "remove() before its first step, and tagc.sites again with it"
+            )
+
     def _before_step(self, optimizer: Optimizer) -> None:
+        self._begun += 1
         if _counts(optimizer):
             self._loads.settle(begins=True)
 
@@ -157,7 +187,7 @@ class Sites(Handle):
 
     def exchange(self) -> None:
         """Exchange all parameters now, as at the end of training. Call it on all ranks, between two
-        steps. Unless the policy has an ``alpha``, all sites then have the same parameters.
+        steps. All sites then have the same parameters, whatever the policy's ``alpha``.
 
         Raises:
             ValueError: after :meth:`remove`.

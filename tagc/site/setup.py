@@ -89,7 +89,7 @@ def sites(
     """
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group before tagc.sites")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
     members = TorchftSites(sites) if is_manager(sites) else None
     group = _group_of(sites) if members is None else None
     inside = sharding_groups(model)
@@ -209,8 +209,8 @@ class _Request:
         return description
 
     def _check_optimizers(self) -> str:
-        if not self.optimizers:
-            raise ValueError("tagc.sites needs the optimizer of the model's parameters")
+        if not self.optimizers or not all(isinstance(o, Optimizer) for o in self.optimizers):
+            raise ValueError("tagc.sites needs the torch.optim.Optimizer of the model, or several")
         groups = (group for one in self.optimizers for group in one.param_groups)
         held = {id(param) for group in groups for param in group["params"]}
         missing = [

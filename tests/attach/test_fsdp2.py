@@ -113,9 +113,6 @@ def test_wrappers_do_not_show_in_names(rank: int, world_size: int) -> None:
     assert [unit.info.name for unit in units] == ["", "blocks.0", "blocks.1"]
 
 
-# Copies of a sharded model
-
-
 QUANTIZED = {"when": {"name": "*.weight"}, "codec": {"kind": "quantized", "bits": 4, "block": 32}}
 
 

@@ -37,9 +37,6 @@ def test_a_parameter_divided_in_another_way_is_named() -> None:
         list(state.residuals())
 
 
-# What one layout takes over from another
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Sharding groups of ``data`` ranks, in hosts of some, for each of ``rows`` times ``columns``

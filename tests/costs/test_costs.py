@@ -240,9 +240,6 @@ def test_one_level_has_whole_parameters() -> None:
     assert unit.in_one_level().params[0].columns == 24
 
 
-# Speeds of codecs
-
-
 WRAPPED = [name for name in tagc.policies() if tagc.Policy.load(name).sites is None]
 
 

@@ -35,9 +35,6 @@ def shapes(model: ModelShapes) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in model.params}
 
 
-# Configs of transformers
-
-
 def test_without_transformers_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path = write(tmp_path / "config.json", LLAMA)
@@ -132,9 +129,6 @@ def test_functions_may_return_a_state_dict(tmp_path: Path, monkeypatch: pytest.M
     assert model.blocks == ("h.0", "h.1")
     with pytest.raises(ModelError, match=r"returned dict, neither an nn\.Module nor a state dict"):
         load_model("made_here:wrong")
-
-
-# Blocks by name
 
 
 def test_blocks_by_name() -> None:

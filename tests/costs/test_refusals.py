@@ -63,7 +63,7 @@ def written(path: Path, data: object) -> Path:
     ("argv", "message"),
     [
         (["explain", "hybrid", "--world", "8"], "tagc explain 7B --policy hybrid --world 8"),
-        ([*OF_1M, "1", "--ddp"], "--world 1 with --ddp sends nothing"),
+        ([*OF_1M, "1", "--ddp"], "a single rank sends nothing: give 2 or more"),
         ([*OF_1M, "8", "--policy", "sites"], "give their number, at least 2 (--sites)"),
         (["explain", "7B", "--mesh", "tp=8"], "give --tokens"),
         (["explain", "7B", "--mesh", "tp=0"], "no mesh"),

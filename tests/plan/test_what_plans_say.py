@@ -79,9 +79,6 @@ def test_compressing_nothing_is_answered_with_number_and_key(tmp_path: Path):
             tagc.explain(lora, "one-bit", world_size=2, ddp=ddp)
 
 
-# Warnings
-
-
 def unit(world_size: int, dtype: torch.dtype) -> UnitInfo:
     shape = (1024, 256)
     columns = shape[0] // world_size * shape[1]
@@ -131,12 +128,16 @@ def test_what_users_should_know_is_noted(
     assert text in notes
 
 
-def test_a_rule_whose_parameters_are_too_small_says_so():
+def test_a_rule_without_parameters_says_why():
     rules = [{"when": {"role": "mlp"}, "codec": {"kind": "quantized"}}, {"when": {}, "codec": FOUR}]
     shapes = {"h.0.mlp.c_fc.weight": (8, 512), "h.0.attn.c_attn.weight": (512, 512)}
     text = r"gradients\[0\] matches no parameter of this model; nearest is .* see min_numel"
     with pytest.warns(UserWarning, match=text):
         tagc.explain(shapes, {"schema": 1, "gradients": rules}, world_size=2)
+    shapes["h.0.mlp.c_fc.weight"] = (512, 512)
+    text = r"gradients\[1\] matches .* that rules before it leave: gradients\[0\] takes h.0.mlp"
+    with pytest.warns(UserWarning, match=text):
+        tagc.explain(shapes, {"schema": 1, "gradients": rules[::-1]}, world_size=2)
 
 
 def adapted(rank: int) -> nn.Module:

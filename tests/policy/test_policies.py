@@ -45,9 +45,6 @@ def test_shipped_policies(name: str) -> None:
             assert index is None or rules[index].codec.kind == "dense", role
 
 
-# Sources
-
-
 def test_load_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "p.yaml"
     policy = load_text(BASE, tmp_path)
@@ -89,9 +86,6 @@ def test_factors_and_defaults() -> None:
     rules = [{"when": {}, "codec": codec} for codec in codecs]
     found = Policy.load({"schema": 1, "gradients": rules}).gradients
     assert [rule.feedback.kind for rule in found] == ["none", "residual", "average"]
-
-
-# Hashes
 
 
 def with_roles(roles: dict[str, Any]) -> Policy:
@@ -241,9 +235,6 @@ def test_only_own_rules_have_to_match(tmp_path: Path) -> None:
         rules += "  - {when: {}, codec: {kind: quantized}}\n"
         plan = build_plan([unit], Policy.load(write(tmp_path, mine=own + rules)))
         assert sum("matches no parameter" in w for w in plan.warnings) == count
-
-
-# Which rule a parameter gets
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,11 @@ def twice(rank: int) -> Any:
     return start(model)
 
 
+def with_another(rank: int) -> Any:
+    start(model := net())
+    train(model, adam(model), rank, range(1))
+
+
 def fsdp1(rank: int) -> Any:
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
     return start(model, sites=dist.group.WORLD)
@@ -64,6 +69,11 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "an optimizer of something else on one rank": (
         lambda rank: start(optimizer=adam(wide()) if rank else None),
         "the optimizer does not hold first.0.weight, first.0.bias and ",
+    ),
+    "no optimizer": (lambda rank: start(optimizer=[]), "needs the torch.optim.Optimizer of the"),
+    "another one in training": (
+        with_another,
+        "AdamW.step() changed parameters that sites exchange, but tagc.sites was not given this",
     ),
     "twice": (twice, "this model already has sites; call remove() on their handle first"),
     "other shapes": (
