@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from tagc.collect.transport import Transport, timeout_of
+from tagc.collect.transport import Transport, backend_of, timeout_of
 
 Hosts = Literal["auto"] | int | None
 """The argument ``hosts``: find hosts, this many ranks on each, or send from every rank itself."""
@@ -208,7 +208,7 @@ def host_groups(
     ranks = tuple(dist.get_process_group_ranks(group))
     backend = group._get_backend(device)
     timeout = timeout_of(group, device)
-    key = (dist.group.WORLD, ranks, ranks_per_host, str(dist.get_backend_config(group)), timeout)
+    key = (dist.group.WORLD, ranks, ranks_per_host, backend_of(group), timeout)
     if not all(key[1:] in facts[rank].made for rank in ranks):
         splits = getattr(backend, "supports_splitting", False)
         splits = splits and all(facts[rank].splits for rank in ranks)

@@ -383,6 +383,13 @@ def check_backends(groups: Sequence[dist.ProcessGroup]) -> None:
             )
 
 
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend to make another group like this one."""
+    name = dist.get_backend(group)
+    # A list of devices would do for all, but torch warns when such a group is destroyed.
+    return str(dist.get_backend_config(group)) if name == "undefined" else name
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives for this device; None if its backend has none."""
     options: Any = getattr(group._get_backend(device), "options", None)

@@ -27,7 +27,7 @@ from tagc.basics.switch import DISABLE, is_disabled
 from tagc.basics.version import __version__
 from tagc.basics.warn import warn
 from tagc.collect import SilentGroup, Transport, agree_on, check_backends, gather_by_rank
-from tagc.collect.transport import timeout_of
+from tagc.collect.transport import backend_of, timeout_of
 from tagc.handle.collectives import on_gloo, with_kernels
 from tagc.handle.compressor import attached
 from tagc.plan import Plan, as_list, between_sites, build_plan
@@ -362,7 +362,7 @@ def own_group(
         ranks: dist.new_group(
             list(ranks),
             timeout=timeout_of(group, device),
-            backend=str(dist.get_backend_config(group)),
+            backend=backend_of(group),
             use_local_synchronization=not everywhere,
             group_desc="tagc between sites",
         )
