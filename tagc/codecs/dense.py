@@ -53,10 +53,6 @@ class DensePlan(CodecPlan):
         """Words of all elements; elements of 2 bytes share words."""
         return -(-self.numel * self.wire.itemsize // 4)
 
-    def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: the sum in float32, and its average."""
-        return 2 * max(4, self.wire.itemsize) * self.numel
-
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: anywhere."""
         length = -(-self.numel // owners)

@@ -116,12 +116,6 @@ class FeedbackRule:
         """Bytes stored for a row of the residual."""
         return self.dtype.itemsize * columns
 
-    def scratch_bytes(self, columns: int) -> int:
-        """The most temporary bytes on a CPU after decoding."""
-        # A mask of what is finite, such sums, and what is handed out. Or, after that, of float16: a
-        # mask of its range, and the values clamped to it.
-        return 0 if self.owner_state is None else 9 * columns
-
     @property
     def gain(self) -> float:
         """The largest factor by which the optimizer's gradients may exceed every sum so far: the

@@ -70,16 +70,6 @@ class MatrixPlan(CodecPlan):
         twice the element."""
         return 1.0
 
-    def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: for all matrices at once."""
-        # To encode: of columns, sums, largest sums, scales and divisors. To decode: scales of rows,
-        # and of as many columns as the words have places for.
-        return sum(
-            m.count
-            * (destinations * 14 * m.columns + sources * (4 * m.rows + 2 * m.row_words * m.places))
-            for m in self.matrices.runs
-        )
-
     def cut(self, owners: int) -> tuple[Self, tuple[Cut, ...]]:
         """See :meth:`CodecPlan.cut`: between the rows of every matrix, so each owner's slice has
         its own scales of columns."""

@@ -150,11 +150,6 @@ class CodecPlan:
         carry: not finite, or at the edge of their ``dtype``; none if it carries all values."""
         return iter(())
 
-    def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """The most temporary bytes that the CPU's operators allocate to encode for ``destinations``
-        ranks, or to decode messages from ``sources`` ranks."""
-        return 0
-
     def used_words(self, columns: int) -> int:
         """Words that an owner needs if its shard fills only the first ``columns`` columns of the
         segment (in FSDP1's flat buffer). The others need not be sent."""

@@ -1,5 +1,5 @@
-"""The programs of a unit, the bytes that they send, and the memory that they need: between steps,
-in shared buffers, and temporarily."""
+"""The programs of a unit, the bytes that they send, and the memory that they need between steps and
+in shared buffers."""
 
 from __future__ import annotations
 
@@ -115,23 +115,20 @@ class Memory:
     Attributes:
         stored: bytes kept between steps: residuals, owner states, kept messages and copies.
         buffers: bytes of scratch buffers, allocated in the first step and shared by all units;
-            between sites allocated for each exchange.
-        moment: the most temporary bytes: what operators and feedback allocate on a CPU for the
-            segment that needs most. (The eager reference takes more. The scratch of the kernels
-            for GPUs is not counted.)
+            between sites allocated for each exchange. (What operators take for a moment is not
+            counted.)
         waiting: additional bytes while micro-batches wait inside hosts
             (``set_requires_all_reduce(False)``).
     """
 
     stored: int
     buffers: int
-    moment: int
     waiting: int = 0
 
     @property
     def peak(self) -> int:
         """The total without :attr:`waiting`."""
-        return self.stored + self.buffers + self.moment
+        return self.stored + self.buffers
 
     @property
     def note(self) -> str:
@@ -139,8 +136,6 @@ class Memory:
             f"memory of a rank: {format_bytes(self.stored)} stored, "
             f"{format_bytes(self.buffers)} in scratch buffers"
         )
-        if self.moment:
-            text += f" and up to {format_bytes(self.moment)} temporarily"
         if self.waiting:
             text += f"; {format_bytes(self.waiting)} more while micro-batches wait inside hosts"
         return text
@@ -156,8 +151,6 @@ def memory_of(units: Sequence[UnitPlan], *, gloo: bool) -> Memory:
     return Memory(
         stored=sum(unit.stored_bytes(s) for unit in units for s in unit.segments),
         buffers=buffer_bytes(units, gloo=gloo),
-        # Segments run one after another.
-        moment=max((n for unit in units for n in _moments(unit)), default=0),
         waiting=4 * sum(waiting),  # in float32
     )
 
@@ -180,23 +173,3 @@ def buffers_of(units: Sequence[UnitPlan], *, gloo: bool) -> dict[tuple[str, torc
             key = place.name, place.dtype
             largest[key] = max(largest.get(key, 0), math.prod(place.shape))
     return largest
-
-
-def _moments(unit: UnitPlan) -> Iterator[int]:
-    """The temporary bytes of each segment."""
-    half = unit.info.dtype == torch.float16
-    flights = unit.flights.values() if unit.info.world_size > 1 else ()
-    for messages, segment in ((m, s) for m in flights for s in m.segments):
-        codec, feedback = segment.codec, segment.codec.feedback
-        # The CPU's operators encode float16 from a copy in float32.
-        encoding = 4 * messages.made * segment.columns if half and segment.compressed else 0
-        if messages is unit.inside:
-            ranks = unit.info.ranks_per_host
-            yield max(encoding, messages.rows * codec.scratch_bytes(ranks, ranks))
-            continue
-        adds_up = messages.rows == 1  # otherwise each message fills a row of its own
-        after = 0 if feedback is None else feedback.scratch_bytes(segment.columns)
-        if half and adds_up and codec.compressed:
-            # Two masks of the finite values of a sum in float32, one of the others, and a result.
-            after = max(after, 13 * segment.columns)
-        yield codec.scratch_bytes(messages.made, messages.read) + max(encoding, after)

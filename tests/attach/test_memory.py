@@ -1,11 +1,8 @@
-"""What a plan says about memory: what is stored and buffers are what tensors take, temporary
-tensors at least what torch's operations take."""
+"""What a plan says about memory, stored and in buffers, is what tensors take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,14 +10,10 @@ import torch
 
 import tagc
 from support.distributed import as_on_nccl, on_ranks
-from support.gathering import INT8
 from support.marks import slow
-from support.profiling import profiled_functions
 from support.small_net import loss_of
 from support.states import POLICIES, run, wrapped
-from support.units import codec_plan, matrix_plan, normal, reduce, unit_reducer
 from tagc.plan import buffers_of
-from tagc.plan.programs import memory_of
 
 
 @on_ranks(timeout=200)
@@ -53,49 +46,6 @@ def test_a_plan_knows_its_memory(
             expected = buffers_of(plan.all_units, gloo=gloo)
             assert sizes == expected, (name, sizes.items() ^ expected.items())
             assert plan.memory.buffers == sum(t.nbytes for t in found.values()), name
-
-
-SLACK = 6000
-"""Bytes of counters, thresholds and headers."""
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("codec", "feedback", "dtype"),
-    [
-        (INT8 | {"bits": 4, "rounding": "stochastic"}, {"kind": "none"}, torch.float16),
-        ({"kind": "matrix"}, {"kind": "residual", "lead": 0.8}, torch.float16),
-        ({"kind": "sketch", "density": 0.2}, {"kind": "residual"}, torch.float32),
-    ],
-    ids=["quantized", "matrix", "sketch"],
-)
-def test_a_reduction_takes_no_more(
-    rank: int, world_size: int, codec: dict[str, Any], feedback: dict[str, Any], dtype: torch.dtype
-) -> None:
-    plan = (matrix_plan if codec["kind"] == "matrix" else codec_plan)(
-        world_size, codec, feedback, dtype
-    )
-    reducer = unit_reducer(plan, "cpu")
-    buffers = [normal(world_size, plan.columns, step)[rank].to(dtype) for step in range(3)]
-    for buffer in buffers:
-        taken = peak_of(lambda buffer=buffer: reduce(reducer, buffer))
-    # What the test's own function makes: a copy of the buffer, and the shard.
-    taken -= (world_size + 1) * plan.columns * dtype.itemsize
-    planned = memory_of([plan], gloo=True).moment
-    assert taken <= planned + SLACK, (taken, planned)
-    # The compiled kernels' own scratch is not torch's.
-    messages = plan.messages
-    unseen = max(s.codec.scratch_bytes(messages.made, messages.read) for s in plan.segments)
-    assert planned - unseen <= 2.2 * taken + SLACK, (taken, planned)
-
-
-def peak_of(call: Callable[[], Any]) -> int:
-    """Peak bytes of a call's tensors."""
-    with torch.no_grad(), profiled_functions(profile_memory=True) as found:
-        call()
-    events = found.profiler.kineto_results.events()
-    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return max(accumulate(changes))
 
 
 def stored_bytes(model: Any) -> int:

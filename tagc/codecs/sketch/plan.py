@@ -84,15 +84,6 @@ class SketchPlan(CodecPlan):
         (Elements that waited in the residual for several steps may exceed more.)"""
         return min(1.0, 2.0 ** -self.symbol.step_shift(self.levels)) + 2**-8
 
-    def scratch_bytes(self, destinations: int, sources: int) -> int:
-        """See :meth:`CodecPlan.scratch_bytes`: sizes and keys of groups, or a table of cells; or
-        the places of a shared support's groups."""
-        layout = self.layout
-        if self.shared:
-            # Places in 64 bits, and bits in 32 while they are read.
-            return destinations * (16 * layout.groups + 4 * self.capacity) + 4 * layout.groups
-        return 4 * layout.groups + max(8 * self.capacity, 9 * layout.keys + 12 * layout.cells)
-
     def resized(self, columns: int) -> Self:
         """See :meth:`CodecPlan.resized`: for 4 ranks."""
         capacity = capacity_for(self.density, -(-columns // self.symbol.lanes))
