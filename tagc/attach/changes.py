@@ -4,7 +4,7 @@ are added or unfrozen after ``tagc.wrap``."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -99,7 +99,9 @@ class KnownParameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._known = dict(model.named_parameters(remove_duplicate=False))
-        self._frozen = {n: p for n, p in self._known.items() if not p.requires_grad}
+        # Each frozen parameter, and where its module has it or one in its place.
+        self._frozen: dict[str, tuple[nn.Parameter, Mapping[str, nn.Parameter | None], str]] = {}
+        self._note_frozen(model, self._known)
         self._at: tuple[int, int] | None = None
         self._look(model)
 
@@ -124,7 +126,11 @@ class KnownParameters:
         if at == self._at:
             return
         self._at = at
-        new = [name for name, param in self._frozen.items() if param.requires_grad]
+        new = [
+            name
+            for name, (param, held, key) in self._frozen.items()
+            if param.requires_grad or ((now := held.get(key)) is not None and now.requires_grad)
+        ]
         model = self._model()
         if model is not None and not new and self._seen != self._structure():
             known = {id(param) for param in self._known.values()}
@@ -132,9 +138,12 @@ class KnownParameters:
                 name
                 for name, param in model.named_parameters()
                 # FSDP may have put others in their places for the time of a backward.
-                if param.requires_grad and name not in self._known and id(param) not in known
+                if param.requires_grad
+                and (name in self._frozen or (name not in self._known and id(param) not in known))
             ]
             if not new:
+                named = model.named_parameters(remove_duplicate=False)
+                self._note_frozen(model, {name for name, _ in named} - self._known.keys())
                 self._look(model)
         if new:
             self._at = None  # a reduction that is tried again raises, too
@@ -145,6 +154,14 @@ class KnownParameters:
                 "into DistributedDataParallel) and wrapped, or call "
                 "tagc.compressor(model).remove() and tagc.wrap again"
             )
+
+    def _note_frozen(self, model: nn.Module, names: Container[str]) -> None:
+        """Note those of these parameters that are frozen."""
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for key, param in module._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if param is not None and not param.requires_grad and name in names:
+                    self._frozen[name] = param, module._parameters, key
 
     def _look(self, model: nn.Module) -> None:
         modules = list(model.modules())

@@ -315,8 +315,8 @@ class Compressor(Handle):
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
         if known and known.keys().isdisjoint(held):
             raise ValueError(
-                f"{type(optimizer).__name__} holds none of this model's parameters: make it after "
-                "the model is sharded, and give keep_rates the optimizer that steps them"
+                f"{type(optimizer).__name__} holds no parameter whose gradients tagc reduces: make "
+                "it after the model is sharded, and give keep_rates the optimizer that steps those"
             )
         kept = LearningRateScaling(optimizer, noise, second_moment=second_moment)
         self._kept.add(kept)

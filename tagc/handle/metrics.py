@@ -45,8 +45,9 @@ class Metrics:
         parameter_bits: bits an element of the last messages about parameters, of units that
             compress any: with codec ``exact`` they differ from step to step; NaN before the first.
         native_parameter_bytes: bytes of the all-gathers that FSDP did itself, because the policy
-            leaves parameters to it: those that ``plan()`` counts for as many backwards. 0 if tagc
-            sends the parameters, and with FSDP1, where it does not know them.
+            leaves parameters to it, as ``plan()`` counts them for as many reductions: micro-batches
+            that reduce nothing, and gathers in smaller groups, are not seen. 0 if tagc sends the
+            parameters, and with FSDP1, where it does not know them.
         total_wire_bytes: bytes of gradients, parameters and replicas together, those that FSDP
             sent itself included.
         total_dense_bytes: the same without compression.

@@ -117,15 +117,12 @@ def wrap(
             is not sharded has no process group to report that; the others then wait for their
             group's timeout.)
     """
-    given = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
-    if not isinstance(given, dist.ProcessGroup | None):
-        raise ValueError(
-            f"replicas=... is a {type(given).__name__}; give the dimension of the mesh that "
-            "connects the replicas, or its group"
-        )
+    given: Any = replicas
+    if isinstance(replicas, DeviceMesh) and replicas.ndim == 1:
+        given = replicas.get_group()
     # Not the group of all ranks: with pipeline stages only some of them may have units to wrap.
     groups = sharding_groups(model)
-    if given is not None:
+    if isinstance(given, dist.ProcessGroup):
         groups.append(given)
     check_backends(groups)
 
@@ -216,7 +213,7 @@ class _Request:
 
     model: nn.Module
     given_policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None
-    given: dist.ProcessGroup | None  # of the replicas that the caller passed
+    given: Any  # the group of replicas that the caller passed, or None
     hosts: Hosts
     disabled: bool = False
     units: list[Unit] = field(default_factory=list)
@@ -243,6 +240,11 @@ class _Request:
         return f"{DISABLE}={int(self.disabled)}"
 
     def _find_units(self) -> str:
+        if not isinstance(self.given, dist.ProcessGroup | None):
+            raise ValueError(
+                f"replicas=... is a {type(self.given).__name__}; give the dimension of the mesh "
+                "that connects the replicas, or its group"
+            )
         if torch.is_inference_mode_enabled():
             raise ValueError(
                 "tagc.wrap was called in torch.inference_mode(), where it would make tensors that "

@@ -422,8 +422,10 @@ class SiteExchange:
         an error, not wait for each other.
         """
         now = [*self._now, *[-1] * (len(self._fragments) - len(self._now))]
-        # Sites that skipped steps may compare at first, and exchange at last, after fewer.
-        after = self._after if self._why == _DUE else -1
+        # Sites that skipped steps may compare at first, and exchange at last, after fewer; but not
+        # some of them by the mean, and others by the outer step.
+        by_mean = self._why == _LAST and self._together
+        after = self._after if self._why == _DUE else -1 - by_mean
         name = 1 + secrets.randbelow(2**48)
         header = [name, int(self._active), self._after, after, self._why, *now]
         size, device = len(header) + 4 * len(self.anchors), self.anchors[0].values.device

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -109,8 +110,11 @@ class Sites(Handle):
         self._groups, self._release, self._removed = groups, release, False
         self._loads = _Loads(model, exchange)
         self._last = weakref.ref(optimizers[-1])
-        # Steps of these optimizers that began, now and when any other optimizer's began.
-        self._begun, self._begun_then = 0, 0
+        self._given = WeakSet(optimizers)
+        # Steps of these optimizers that began; and the steps of any optimizer that have not ended,
+        # each with that count as it began.
+        self._begun = 0
+        self._open: list[tuple[int, int]] = []
         hook = {name: untraced(_Hook(getattr(self, name))) for name in _HOOKS}
         self._hooks: list[Any] = list(self._loads.hooks)
         for optimizer in optimizers:
@@ -125,14 +129,22 @@ class Sites(Handle):
         self._hooks += everywhere
         object.__setattr__(model, _ATTRIBUTE, self)
 
-    def _before_any(self, _: Optimizer) -> None:
-        self._begun_then = self._begun
+    def _before_any(self, optimizer: Optimizer) -> None:
+        self._open.append((id(optimizer), self._begun))
 
     def _after_any(self, optimizer: Optimizer) -> None:
-        if self._begun != self._begun_then or not _counts(optimizer):
-            return  # one of the optimizers here, or one that steps them
+        begun = self._begun
+        while self._open:  # one that raised may be left
+            one, begun = self._open.pop()
+            if one == id(optimizer):
+                break
+        given = {id(one) for one in self._given}
+        if id(optimizer) in given or begun != self._begun or any(i in given for i, _ in self._open):
+            return  # it is given, it steps those, or one of them steps it
         held = {id(param) for a in self._exchange.anchors for param in a.unit.held()}
-        if any(id(param) in held for group in optimizer.param_groups for param in group["params"]):
+        groups = [group for group in optimizer.param_groups if _moves(group)]
+        stepped = (p for group in groups for p in group["params"] if p.grad is not None)
+        if any(id(param) in held for param in stepped):
             raise ValueError(
                 f"{type(optimizer).__name__}.step() changed parameters that sites exchange, but "
                 "tagc.sites was not given this optimizer, so nothing would ever be exchanged: give "
@@ -371,5 +383,9 @@ class _Hook:
 def _counts(optimizer: Optimizer) -> bool:
     """Whether any learning rate is not 0. To read one on a GPU would wait; that of torch's step is
     on the CPU, unless the default device is another one."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return any((isinstance(r, Tensor) and r.device.type != "cpu") or bool(r != 0) for r in rates)
+    return any(map(_moves, optimizer.param_groups))
+
+
+def _moves(group: Mapping[str, Any]) -> bool:
+    rate = group.get("lr")
+    return (isinstance(rate, Tensor) and rate.device.type != "cpu") or bool(rate != 0)

@@ -102,7 +102,8 @@ SECOND = {
 @pytest.mark.parametrize("api", APIS)
 def test_parameters_that_the_plan_does_not_know(rank: int, world_size: int, api: Any) -> None:
     """No unit that compresses has anything to do with them. To wrap again is the remedy."""
-    for change in ("unfrozen", "added"):
+    names = {"unfrozen": "first.0.weight", "added": "extra.weight", "noted": "note.weight"}
+    for change in names:
         inner: Any = small_net.net()
         inner.first[0].requires_grad_(False)
         with (
@@ -120,11 +121,13 @@ def test_parameters_that_the_plan_does_not_know(rank: int, world_size: int, api:
         tagc.compressor(model).load_state_dict(state)  # of the same step as the next one
         if change == "added":
             inner.extra = nn.Linear(11, 1)
+        elif change == "noted":
+            inner.note.requires_grad_(True)
         else:
             frozen[0].requires_grad_(True)
         kind, text = fails(lambda model=model: loss_of(model, rank, 1).backward())
         assert kind == "RuntimeError", text
-        assert ("first.0.weight" if change == "unfrozen" else "extra.weight") in text
+        assert names[change] in text
         assert "plan does not know them" in text
         if api == "FSDP2" and change == "unfrozen":
             tagc.compressor(model).remove()

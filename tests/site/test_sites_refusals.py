@@ -48,8 +48,25 @@ def twice(rank: int) -> Any:
     return start(model)
 
 
+class Stepping(torch.optim.SGD):
+    """An optimizer that steps others."""
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.others:
+            optimizer.step()
+
+
 def with_another(rank: int) -> Any:
-    start(model := net())
+    """Not one that steps the given one, is stepped by it, or moves nothing."""
+    for given_inside in (True, False):
+        model = net()
+        outer, inner, still = Stepping(model.parameters()), adam(model), adam(model)
+        still.param_groups[0]["lr"] = 0
+        outer.others = [inner]
+        handle = start(model, inner if given_inside else outer)
+        train(model, outer, rank, range(1))
+        still.step()
+        assert handle.metrics().steps == 1
     train(model, adam(model), rank, range(1))
 
 
