@@ -51,6 +51,8 @@ def twice(rank: int) -> Any:
 class Stepping(torch.optim.SGD):
     """An optimizer that steps others."""
 
+    others: list[torch.optim.Optimizer]
+
     def step(self, closure: Any = None) -> None:
         for optimizer in self.others:
             optimizer.step()
