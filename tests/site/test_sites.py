@@ -231,6 +231,16 @@ def test_different_anchors_are_an_error(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_an_exchange_by_the_mean_in_one_site_only_is_an_error(rank: int, world_size: int) -> None:
+    """One of them has skipped the step that ends the mean."""
+    model, optimizer, handle = in_sites(policy(every=4, together=2))
+    train(model, optimizer, rank, range(3 - rank))
+    kind, text = fails(handle.exchange)
+    assert kind == "SitesDifferError"
+    assert f"site {rank} is at an exchange() after {3 - rank} steps" in text
+
+
+@on_ranks(2)
 def test_different_parameters_at_the_start_are_an_error(rank: int, world_size: int) -> None:
     model = net()
     with torch.no_grad():
