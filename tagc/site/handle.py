@@ -141,7 +141,9 @@ class Sites(Handle):
         given = {id(one) for one in self._given}
         if id(optimizer) in given or begun != self._begun or any(i in given for i, _ in self._open):
             return  # it is given, it steps those, or one of them steps it
-        held = {id(param) for a in self._exchange.anchors for param in a.unit.held()}
+        held = set(map(id, self._model.parameters()))  # a load may have put others in their places
+        for anchor in self._exchange.anchors:
+            held.update(map(id, anchor.unit.held()))
         groups = [group for group in optimizer.param_groups if _moves(group)]
         stepped = (p for group in groups for p in group["params"] if p.grad is not None)
         if any(id(param) in held for param in stepped):
