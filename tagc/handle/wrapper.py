@@ -242,8 +242,8 @@ class _Request:
     def _find_units(self) -> str:
         if not isinstance(self.given, dist.ProcessGroup | None):
             raise ValueError(
-                f"replicas=... is a {type(self.given).__name__}; give the dimension of the mesh "
-                "that connects the replicas, or its group"
+                f"replicas=... has type {type(self.given).__name__}; give the dimension of the "
+                "mesh that connects the replicas, or its group"
             )
         if torch.is_inference_mode_enabled():
             raise ValueError(

@@ -309,7 +309,7 @@ def _nearest(plan: Plan, direction: str, rule: Rule | ParameterRule) -> str:
     for info in infos:
         if rule.miss(info) is None:
             taker = first_match(getattr(plan.policy, direction), info)
-            return f" that rules before it leave: {direction}[{taker}] takes {info.name}"
+            return f": an earlier rule, {direction}[{taker}], takes {info.name}"
     misses = [(miss, info) for info in infos if (miss := rule.miss(info)) is not None]
     if not misses:
         return ""

@@ -115,8 +115,8 @@ class Memory:
     Attributes:
         stored: bytes kept between steps: residuals, owner states, kept messages and copies.
         buffers: bytes of scratch buffers, allocated in the first step and shared by all units;
-            between sites allocated for each exchange. (What operators take for a moment is not
-            counted.)
+            between sites allocated for each exchange. (Temporary tensors of operators
+            are not counted.)
         waiting: additional bytes while micro-batches wait inside hosts
             (``set_requires_all_reduce(False)``).
     """

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from tagc.ops.fingerprint import fingerprint
 from tagc.plan import Plan, format_bytes
 from tagc.site.exchange import SiteExchange
 
-_HOOKS = ("_before_step", "_after_step", "_before_any", "_after_any")
 # An attribute of the model, so that both are freed together.
 _ATTRIBUTE = "_tagc_sites"
 
@@ -110,19 +108,22 @@ class Sites(Handle):
         self._groups, self._release, self._removed = groups, release, False
         self._loads = _Loads(model, exchange)
         self._last = weakref.ref(optimizers[-1])
-        self._given = WeakSet(optimizers)
-        # Steps of these optimizers that began; and the steps of any optimizer that have not ended,
-        # each with that count as it began.
+        self._given = weakref.WeakSet(optimizers)
+        # How many steps of these optimizers have begun; and the steps of all optimizers that have
+        # not ended, each with that count before it.
         self._begun = 0
         self._open: list[tuple[int, int]] = []
-        hook = {name: untraced(_Hook(getattr(self, name))) for name in _HOOKS}
+        before, after, before_any, after_any = (
+            untraced(_Hook(method))
+            for method in (self._before_step, self._after_step, self._before_any, self._after_any)
+        )
         self._hooks: list[Any] = list(self._loads.hooks)
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(hook["_before_step"]))
-            self._hooks.append(optimizer.register_step_post_hook(hook["_after_step"]))
+            self._hooks.append(optimizer.register_step_pre_hook(before))
+            self._hooks.append(optimizer.register_step_post_hook(after))
         everywhere = (
-            register_optimizer_step_pre_hook(hook["_before_any"]),
-            register_optimizer_step_post_hook(hook["_after_any"]),
+            register_optimizer_step_pre_hook(before_any),
+            register_optimizer_step_post_hook(after_any),
         )
         for handle in everywhere:
             weakref.finalize(self, handle.remove)
@@ -131,6 +132,7 @@ class Sites(Handle):
 
     def _before_any(self, optimizer: Optimizer) -> None:
         self._open.append((id(optimizer), self._begun))
+        self._begun += optimizer in self._given
 
     def _after_any(self, optimizer: Optimizer) -> None:
         begun = self._begun
@@ -139,8 +141,8 @@ class Sites(Handle):
             if one == id(optimizer):
                 break
         given = {id(one) for one in self._given}
-        if id(optimizer) in given or begun != self._begun or any(i in given for i, _ in self._open):
-            return  # it is given, it steps those, or one of them steps it
+        if begun != self._begun or any(one in given for one, _ in self._open):
+            return  # it is given, or steps those that are, or one of them steps it
         held = set(map(id, self._model.parameters()))  # a load may have put others in their places
         for anchor in self._exchange.anchors:
             held.update(map(id, anchor.unit.held()))
@@ -155,7 +157,6 @@ class Sites(Handle):
             )
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._begun += 1
         if _counts(optimizer):
             self._loads.settle(begins=True)
 

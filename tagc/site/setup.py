@@ -129,8 +129,8 @@ def _group_of(sites: object) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"sites=... is a {type(group).__name__}; give the dimension of the mesh that connects "
-            "the sites, its group, or a torchft.Manager"
+            f"sites=... has type {type(group).__name__}; give the dimension of the mesh that "
+            "connects the sites, its group, or a torchft.Manager"
         )
     return group
 

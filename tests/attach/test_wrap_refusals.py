@@ -143,7 +143,7 @@ REFUSED: dict[int, list[Case]] = {
     4: [
         # Hosts
         (sharded, BITS, {"hosts": 3}, "does not divide"),
-        (sharded, REPLICAS, {"replicas": lambda: 5}, "is a int; give the dimension of the mesh"),
+        (sharded, REPLICAS, {"replicas": lambda: 5}, "has type int; give the dimension of the"),
         (sharded, BITS, {"hosts": 4}, "single host"),
         (sharded, BITS, {"hosts": "2"}, "it must be 'auto'"),
         (by_fsdp1, BITS, {"hosts": 2}, "use FSDP2 (fully_shard), or pass hosts=None"),

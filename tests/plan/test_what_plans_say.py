@@ -135,7 +135,7 @@ def test_a_rule_without_parameters_says_why():
     with pytest.warns(UserWarning, match=text):
         tagc.explain(shapes, {"schema": 1, "gradients": rules}, world_size=2)
     shapes["h.0.mlp.c_fc.weight"] = (512, 512)
-    text = r"gradients\[1\] matches .* that rules before it leave: gradients\[0\] takes h.0.mlp"
+    text = r"gradients\[1\] matches .*: an earlier rule, gradients\[0\], takes h\.0\.mlp"
     with pytest.warns(UserWarning, match=text):
         tagc.explain(shapes, {"schema": 1, "gradients": rules[::-1]}, world_size=2)
 

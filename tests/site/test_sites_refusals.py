@@ -66,10 +66,11 @@ def with_another(rank: int) -> Any:
         still.param_groups[0]["lr"] = 0
         outer.others = [inner]
         handle = start(model, inner if given_inside else outer)
+        torch.optim.SGD(model.parameters()).step()  # there are no gradients yet
         train(model, outer, rank, range(1))
         still.step()
         assert handle.metrics().steps == 1
-    train(model, adam(model), rank, range(1))
+    train(model, torch.optim.NAdam(model.parameters()), rank, range(1))
 
 
 def fsdp1(rank: int) -> Any:
@@ -92,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "no optimizer": (lambda rank: start(optimizer=[]), "needs the torch.optim.Optimizer of the"),
     "another one in training": (
         with_another,
-        "AdamW.step() changed parameters that sites exchange, but tagc.sites was not given this",
+        "NAdam.step() changed parameters that sites exchange, but tagc.sites was not given this",
     ),
     "twice": (twice, "this model already has sites; call remove() on their handle first"),
     "other shapes": (
